@@ -1,0 +1,1 @@
+"""The envelope: DataProto and its helpers."""

@@ -1,0 +1,87 @@
+"""What every section shares: frozen, closed, documented under each field, and one way to follow another key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
+
+
+class ConfigModel(BaseModel):
+    """A section. Unknown keys are errors; values cannot be changed after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_a_number(cls, value: Any, info: Any) -> Any:
+        # pydantic reads `true` as 1 where a number is wanted: a slip such as `total_epochs: true` would train one epoch
+        if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
+            raise ValueError(f"expected a {_kind(cls.model_fields[info.field_name].annotation)}, got {value}")
+        return value
+
+
+def _accepts_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or bool in get_args(annotation)
+
+
+def _kind(annotation: Any) -> str:
+    kinds = {annotation, *get_args(annotation)}
+    return "number" if kinds & {int, float} else "value other than true or false"
+
+
+def follow(reference: str, default: Any, **kwargs: Any) -> Any:
+    """A field that takes another key's value where it is absent or null.
+
+    `reference` is what one would write in YAML: "${trainer.seed}", or a text holding such references. `default` is
+    what the section has when it is built on its own, without the root that knows the other key.
+    """
+    return Field(default=default, json_schema_extra={"follows": reference}, **kwargs)
+
+
+def follows(field: FieldInfo) -> str | None:
+    """The reference given to `follow`, or None."""
+    extra = field.json_schema_extra
+    return extra.get("follows") if isinstance(extra, dict) else None  # type: ignore[return-value]
+
+
+def section_of(field: FieldInfo) -> type[ConfigModel] | None:
+    """The model behind a field that holds a section; None for a plain value."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, ConfigModel) else None
+
+
+def walk_fields(model: type[ConfigModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every key of a model and of the sections below it, as (path, field); sections themselves are not listed."""
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is None:
+            yield (*prefix, name), field
+        else:
+            yield from walk_fields(section, (*prefix, name))
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+"""A list of strings; a single string is a list of one."""
+Ints = Annotated[tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)]
+OpenDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+"""Keys that are passed on as they are; null is none."""
+Frequency = Annotated[int, Field(ge=-1)]
+"""Every so many steps; -1 or 0 is never."""
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Workers = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

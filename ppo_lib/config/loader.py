@@ -1,0 +1,100 @@
+"""From a YAML file and overrides to a validated configuration. Pure: no files but the YAML, no hardware."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ppo_lib.config.explain import explain
+from ppo_lib.config.ppo import PPOConfig
+from ppo_lib.config.sources import Sources
+from ppo_lib.config.tree import MISSING, copy, dotted, get, merge, put
+from ppo_lib.config.yaml_text import describe_yaml_error, parse_value, read_yaml
+from ppo_lib.errors import ConfigError
+
+logger = logging.getLogger("ppo_lib.config")
+
+
+def load_config(path: str | FilePath | None = None, overrides: Iterable[str] = ()) -> PPOConfig:
+    """The configuration of a YAML file (or none: the defaults), changed by overrides such as `trainer.seed=1`.
+
+    The file may name others it builds on: `base: other.yaml` (or a list), relative to itself; later ones win, the file
+    itself last, the overrides after it. Raises ConfigError with every problem found, where it was written, and what
+    would be right. Keys that are renamed or ignored are logged, one line each, and stand in `notices`.
+    """
+    sources = Sources()
+    tree = _read_with_bases(FilePath(path), sources, ()) if path is not None else {}
+    for override in overrides:
+        _apply(override, tree, sources)
+    return build(tree, sources)
+
+
+def as_config(config: Any) -> PPOConfig:
+    """A PPOConfig from one, from a dictionary, or from an OmegaConf object."""
+    if isinstance(config, PPOConfig):
+        return config
+    if type(config).__module__.split(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        config = _without_unset(OmegaConf.to_container(config, resolve=True))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"expected a PPOConfig, a dictionary or an OmegaConf object, got {type(config).__name__}")
+    return build(copy(config), Sources())
+
+
+def build(tree: dict[str, Any], sources: Sources) -> PPOConfig:
+    """Validate a tree of values; `sources` says where each was written."""
+    try:
+        config = PPOConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error, PPOConfig, sources)) from None
+    return config
+
+
+def _read_with_bases(file: FilePath, sources: Sources, above: tuple[FilePath, ...]) -> dict[str, Any]:
+    if file.resolve() in [other.resolve() for other in above]:
+        circle = " -> ".join(map(str, [*above, file]))
+        raise ConfigError(f"configuration files build on each other in a circle: {circle}")
+    own, lines = read_yaml(file)
+    bases = own.pop("base", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{file}:{lines[('base',)]}: base must be a file name or a list of them, got {bases!r}")
+    tree: dict[str, Any] = {}
+    for base in bases:
+        base_file = file.parent / FilePath(base).expanduser()
+        if not base_file.exists():
+            raise ConfigError(f"{file}:{lines[('base',)]}: no such base file: {base_file}")
+        tree = merge(tree, _read_with_bases(base_file, sources, (*above, file)))
+    for path, line in lines.items():
+        sources.note(path, f"{file}:{line}")
+    return merge(tree, own)
+
+
+def _apply(override: str, tree: dict[str, Any], sources: Sources) -> None:
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().lstrip("+").split("."))
+    if not equals or not all(path) or key.startswith(("-", "~")) or any(part.split() != [part] for part in path):
+        raise ConfigError(f"{override!r} is not an override; write section.key=value, such as trainer.seed=1")
+    try:
+        value = parse_value(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}{describe_yaml_error(error)}") from None
+    for cut in range(1, len(path)):
+        if not isinstance(found := get(tree, path[:cut]), dict) and found not in (MISSING, None):
+            where = sources.of(path[:cut])
+            raise ConfigError(f"override {override!r}: {dotted(path[:cut])} is the value {found!r}{where}, no section")
+    put(tree, path, value)
+    sources.note(path, f"override {override}")
+
+
+def _without_unset(tree: Any) -> Any:
+    """A tree without the keys that an OmegaConf schema leaves open ("???")."""
+    if isinstance(tree, dict):
+        return {name: _without_unset(value) for name, value in tree.items() if value != "???"}
+    return tree

@@ -1,0 +1,49 @@
+"""Section `model`: which network, from where, under the actor and under the critic."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ppo_lib.config.base import ConfigModel, OpenDict, follow
+
+_DEFAULT_PATH = "~/models/deepseek-llm-7b-chat"
+_Path = Annotated[str, Field(min_length=1)]
+
+
+class NetworkConfig(ConfigModel):
+    """A network and how its workers load it."""
+
+    path: _Path = _DEFAULT_PATH
+    """`builtin:NAME`, a local folder with a config.json, or a Hugging Face id."""
+    hf_config_path: str | None = None
+    """Where the model's configuration comes from; null is `path`."""
+    tokenizer_path: str = follow("${actor_rollout_ref.model.path}", _DEFAULT_PATH)
+    """Where the tokenizer comes from; null is the model's own folder."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the model to run."""
+    external_lib: str | None = None
+    """A module imported in every worker before the model is loaded (to register an architecture)."""
+    override_config: OpenDict = {}
+    """Values set on the model's own configuration before it is built."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+
+
+class ModelConfig(NetworkConfig):
+    """The policy's model."""
+
+    custom_chat_template: str | None = None
+    """A Jinja chat template in place of the tokenizer's."""
+
+
+class CriticModelConfig(NetworkConfig):
+    """The network under the value head; the actor's, unless told otherwise."""
+
+    path: _Path = follow("${actor_rollout_ref.model.path}", _DEFAULT_PATH)
+    """As the actor's; null follows it."""
+    tokenizer_path: str = follow("${critic.model.path}", _DEFAULT_PATH)
+    """Where the tokenizer comes from; null is the model's own folder."""
+    trust_remote_code: bool = follow("${actor_rollout_ref.model.trust_remote_code}", False)
+    """Allow code that comes with the model to run; null follows the actor's."""

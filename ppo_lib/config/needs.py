@@ -1,0 +1,36 @@
+"""Which parts a run needs: the trainer builds them, `check` prints them, the rules hold their keys together."""
+
+from __future__ import annotations
+
+import os
+
+from ppo_lib.algorithms import names
+from ppo_lib.config.ppo import PPOConfig
+
+
+def need_critic(config: PPOConfig) -> bool:
+    """Whether a value model is trained: as `critic.enable` says, else where the advantage estimator reads values."""
+    if config.critic.enable is not None:
+        return config.critic.enable
+    return names.find_adv_estimator(config.algorithm.adv_estimator).needs_critic
+
+
+def need_reference_policy(config: PPOConfig) -> bool:
+    """Whether the frozen reference is kept: for the KL in the reward or the KL in the loss."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def need_old_log_probs(config: PPOConfig) -> bool:
+    """Whether the actor's log-probs are computed before the update.
+
+    With `recompute_old_log_probs: auto` and exactly one optimizer step after each rollout they equal those of the
+    update itself, so the pass is left out, unless the KL in the reward needs them earlier.
+    """
+    actor = config.actor_rollout_ref.actor
+    one_step = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    return actor.recompute_old_log_probs == "always" or not one_step or config.algorithm.use_kl_in_reward
+
+
+def worker_count(configured: int | None) -> int:
+    """A worker count as configured, where null means min(8, cores)."""
+    return min(8, os.cpu_count() or 1) if configured is None else configured

@@ -1,0 +1,33 @@
+"""Names that a registry knows: checked when the file is read, not in the middle of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from ppo_lib.algorithms import names
+
+
+def _registered(find: Callable[[str], object]) -> AfterValidator:
+    def check(name: str) -> str:
+        find(name)  # raises a ConfigError that names the nearest
+        return name
+
+    return AfterValidator(check)
+
+
+def _one_of(kind: str, known: dict[str, str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known:
+            raise names.unknown_name(kind, name, known)
+        return name
+
+    return AfterValidator(check)
+
+
+EstimatorName = Annotated[str, _registered(names.find_adv_estimator)]
+PolicyLossName = Annotated[str, _registered(names.find_policy_loss)]
+AggregationName = Annotated[str, _one_of("loss aggregation mode", names.LOSS_AGG_MODES)]
+KLName = Annotated[str, _one_of("KL estimator", names.KL_PENALTIES)]

@@ -1,0 +1,55 @@
+"""Section `reward`: who scores the responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ppo_lib.config.base import ConfigModel, OpenDict, Workers
+
+
+class CustomRewardConfig(ConfigModel):
+    """A scorer of the user's own."""
+
+    path: str | None = None
+    """Python file that defines the scorer; null scores by `data_source`."""
+    name: str = "compute_score"
+    """Name of the function in that file."""
+    reward_kwargs: OpenDict = {}
+    """Passed to the function as keyword arguments."""
+
+
+class ManagerModuleConfig(ConfigModel):
+    """Where a reward manager of the user's own is found."""
+
+    path: str | None = None
+    """Python file that defines the manager."""
+    name: str = "custom_reward_manager"
+    """Name of the class in that file."""
+
+
+class RewardManagerConfig(ConfigModel):
+    """What turns a response into one score."""
+
+    source: Literal["register", "importlib"] = "register"
+    """`register`: `name` is a registered manager; `importlib`: take `module`."""
+    name: str = "naive"
+    """A registered reward manager."""
+    module: ManagerModuleConfig = ManagerModuleConfig()
+    """For `source: importlib`."""
+
+
+class RewardConfig(ConfigModel):
+    """Scoring."""
+
+    num_workers: Workers | None = None
+    """Ray actors that score; 0 is the driver itself, null is min(8, cores)."""
+    custom_reward_function: CustomRewardConfig = CustomRewardConfig()
+    """A scorer of your own."""
+    reward_manager: RewardManagerConfig = RewardManagerConfig()
+    """What turns a response into one score."""
+    reward_kwargs: OpenDict = {}
+    """Passed to the reward manager as keyword arguments."""
+    timeout_s: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds one score may take; null is no limit of its own."""

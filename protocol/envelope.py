@@ -1,0 +1,253 @@
+"""DataProto: the padded envelope that the driver passes through a step, growing field by field.
+
+It does not travel into workers (those take and return TensorDicts of jagged rows) and knows no stage by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, overload
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from protocol import tensordict_utils as tu
+from protocol.errors import BatchMismatchError
+from protocol.lineage import LineageEntry, current_stage
+from protocol.merge import MergeOperations, check_one_home
+from protocol.rows import RowOperations
+from protocol.values import object_column, own_copy, require_fields, short
+
+_DTYPES = "__column_dtypes__"  # where to_tensordict keeps the dtypes of typed columns
+
+
+@dataclass
+class DataProtoItem:
+    """One row of an envelope. Tensors share memory with it."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, repr=False)
+class DataProto(RowOperations, MergeOperations):
+    """Rows of tensors (`batch`), rows of Python objects (`non_tensor_batch`) and what holds for all (`meta_info`).
+
+    Object columns are one-dimensional: a row holding a list keeps it, through every operation. `union`, `pop`,
+    `rename`, `reorder`, `padding` and `to` change the envelope, all or nothing; everything else returns a new one with
+    its own `meta_info`. `batch` may be None where there are only object columns.
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    auto_padding: bool = False  # chunk may add rows of zero weight
+    lineage: tuple[LineageEntry, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.non_tensor_batch = {key: object_column(key, value) for key, value in self.non_tensor_batch.items()}
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Raise BatchMismatchError unless all fields have the same number of rows and one home each."""
+        if self.batch is not None and not self.batch.batch_size:
+            raise BatchMismatchError("batch has no batch dimension: its batch_size is empty")
+        for key, column in self.non_tensor_batch.items():
+            if not isinstance(column, np.ndarray) or column.ndim != 1:
+                raise BatchMismatchError(f"column {key!r} must be a one-dimensional array, found {short(column)}")
+            if len(column) != len(self):
+                rest = "batch" if self.batch is not None else f"column {next(iter(self.non_tensor_batch))!r}"
+                raise BatchMismatchError(f"column {key!r} has {len(column)} rows, {rest} has {len(self)}")
+        check_one_home(set() if self.batch is None else set(self.batch.keys()), self.non_tensor_batch)
+
+    # ---- construction
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> Self:
+        """Tensors of `data` go to `batch`, arrays and lists to `non_tensor_batch`."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        others = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Envelope of tensors that agree in their first `num_batch_dims` dimensions, and of columns of objects."""
+        if num_batch_dims < 1:
+            raise BatchMismatchError(f"an envelope has at least one batch dimension, found {num_batch_dims}")
+        if non_tensors and num_batch_dims != 1:
+            raise BatchMismatchError(f"object columns are one-dimensional, but num_batch_dims={num_batch_dims}")
+        batch = _tensor_batch(tensors, num_batch_dims) if tensors else None
+        return cls(batch, dict(non_tensors or {}), own_copy(meta_info or {}), auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, td: TensorDictBase, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> Self:
+        """The inverse of `to_tensordict`: stacks become object columns, single values `meta_info`. Tensors are shared.
+
+        `meta_info` given here goes over what is in `td`.
+        """
+        tensors, columns, meta = {}, {}, {}
+        for key, entry in tu.entries(td):
+            home = {NonTensorStack: columns, NonTensorData: meta}.get(type(entry), tensors)
+            home[key] = tu.unwrap(entry)
+        dtypes = meta.pop(_DTYPES, {})
+        columns = {k: np.array(v, dtypes[k]) if k in dtypes else object_column(k, v) for k, v in columns.items()}
+        batch = None
+        if tensors or not columns:
+            batch = TensorDict(tensors, batch_size=td.batch_size[:num_batch_dims], device=td.device)
+        return cls(batch, columns, own_copy({**meta, **(meta_info or {})}))
+
+    def to_tensordict(self) -> TensorDict:
+        """Tensors (shared), object columns as NonTensorStack, meta_info as NonTensorData. Names must not collide."""
+        self.check_consistency()
+        td = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch.copy()
+        taken = set(td.keys()) | self.non_tensor_batch.keys()
+        for key in self.meta_info:
+            if key in taken or not isinstance(key, str):
+                why = "is also the name of a field" if key in taken else "is not a string"
+                raise BatchMismatchError(f"meta_info key {key!r} {why} and cannot stand in a TensorDict")
+        for key, column in self.non_tensor_batch.items():
+            tu.assign_non_tensor_stack(td, key, column.tolist())
+        dtypes = {key: column.dtype.str for key, column in self.non_tensor_batch.items() if column.dtype != object}
+        return tu.assign_non_tensor(td, **own_copy(self.meta_info), **({_DTYPES: dtypes} if dtypes else {}))
+
+    def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None) -> Self:
+        new = type(self)(batch, columns, own_copy(self.meta_info), self.auto_padding, self.lineage)
+        return new._noted(op) if op else new
+
+    def _noted(self, op: str, fields: Sequence[str] = ()) -> Self:
+        self.lineage = (*self.lineage, LineageEntry(current_stage(), op, tuple(fields)))
+        return self
+
+    # ---- access
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return len(next(iter(self.non_tensor_batch.values()), ()))
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: slice | Sequence[Any] | np.ndarray | torch.Tensor) -> Self: ...
+    def __getitem__(self, item: Any) -> DataProtoItem | Self:
+        """`data[3]` is one row; a slice, list, array, tensor or boolean mask gives an envelope.
+
+        A row or a slice of step 1 shares the tensors' memory, everything else copies.
+        """
+        if not isinstance(item, (int, np.integer)) or isinstance(item, bool):
+            return self.select_idxs(item)
+        if not -len(self) <= item < len(self):
+            raise IndexError(f"row {item} is out of range for {len(self)} rows")
+        return DataProtoItem(
+            None if self.batch is None else self.batch[int(item)],
+            {key: column[item] for key, column in self.non_tensor_batch.items()},
+            own_copy(self.meta_info),
+        )
+
+    def field_names(self) -> set[str]:
+        """Names of all tensors and object columns."""
+        return {*(() if self.batch is None else self.batch.keys()), *self.non_tensor_batch}
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Envelope with only these keys; None keeps all of a kind. Tensors and objects are shared unless `deepcopy`."""
+        batch_keys, columns, meta = self._found(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        new = type(self)(
+            None if self.batch is None else self.batch.select(*batch_keys),
+            {key: self.non_tensor_batch[key] for key in columns},
+            own_copy({key: self.meta_info[key] for key in meta}),
+            self.auto_padding,
+            self.lineage,
+        )
+        if deepcopy:
+            new.batch = None if new.batch is None else new.batch.clone()
+            new.non_tensor_batch, new.meta_info = copy.deepcopy((new.non_tensor_batch, new.meta_info))
+        return new
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """Move these keys out of this envelope into the one returned; None moves nothing of a kind.
+
+        Raises FieldMissingError, with nothing moved, if one of them is not there.
+        """
+        batch_keys, columns, meta = self._found(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        popped = self.select(batch_keys, columns, meta)
+        if self.batch is not None:
+            self.batch = self.batch.exclude(*batch_keys)
+        self.non_tensor_batch = {key: v for key, v in self.non_tensor_batch.items() if key not in columns}
+        self.meta_info = {key: value for key, value in self.meta_info.items() if key not in meta}
+        self._noted("pop", [*batch_keys, *columns])
+        return popped
+
+    def _found(self, batch: Any, columns: Any, meta: Any) -> tuple[list[str], list[str], list[str]]:
+        """The keys of each kind, None standing for all; FieldMissingError for any that is absent."""
+        have = () if self.batch is None else tuple(self.batch.keys())
+        return (
+            require_fields(have if batch is None else batch, have, "batch"),
+            require_fields(
+                self.non_tensor_batch if columns is None else columns, self.non_tensor_batch, "non_tensor_batch"
+            ),
+            require_fields(self.meta_info if meta is None else meta, self.meta_info, "meta_info"),
+        )
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """Rename fields of `batch` or `non_tensor_batch` in place; swapping names is fine. Returns this envelope."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        require_fields(old, self.field_names(), "batch or non_tensor_batch")
+        names = dict(zip(old, new))
+        result = [names.get(key, key) for key in self.field_names()]
+        if len(old) != len(new) or len(names) != len(old) or len(set(result)) != len(result):
+            raise BatchMismatchError(f"cannot rename {old} to {new}: names must pair up and stay distinct")
+        if self.batch is not None:
+            renamed = {names.get(key, key): entry for key, entry in tu.entries(self.batch)}
+            self.batch = TensorDict(renamed, batch_size=self.batch.batch_size, device=self.batch.device)
+        self.non_tensor_batch = {names.get(key, key): column for key, column in self.non_tensor_batch.items()}
+        return self._noted("rename", new)
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move the tensors to `device` in place. Returns this envelope."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+
+def _tensor_batch(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
+    """TensorDict of tensors whose leading dimensions agree; the error names the two that do not."""
+    first, batch_size = None, None
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchMismatchError(f"field {key!r} must be a tensor, found {type(tensor).__name__}")
+        leading = tuple(tensor.shape[:num_batch_dims])
+        if len(leading) < num_batch_dims or (batch_size is not None and leading != batch_size):
+            other = "" if first is None else f"; {first!r} has {tuple(tensors[first].shape)}"
+            raise BatchMismatchError(
+                f"field {key!r} has shape {tuple(tensor.shape)}{other}: "
+                f"the first {num_batch_dims} dimensions must agree"
+            )
+        first, batch_size = key, leading
+    return TensorDict(dict(tensors), batch_size=batch_size)

@@ -1,0 +1,133 @@
+"""The algebra of rows: repeat, reorder, chunk, split, pad. What an envelope can do to its rows as a whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from protocol import tensordict_utils as tu
+from protocol.errors import BatchMismatchError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Rows = TypeVar("Rows", bound="RowOperations")
+
+
+class RowOperations:
+    """Methods of DataProto that move whole rows. Everything is built on `_taken`."""
+
+    if TYPE_CHECKING:
+        batch: TensorDict | None
+        non_tensor_batch: dict[str, np.ndarray]
+        auto_padding: bool
+
+        def __len__(self) -> int: ...
+        def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None) -> Self: ...
+        def _noted(self, op: str) -> Self: ...
+
+    def _taken(self, rows: torch.Tensor | slice, op: str | None = None) -> Self:
+        """Envelope of the rows that `tu.row_index` chose. A slice shares memory, an index copies."""
+        index = rows if isinstance(rows, slice) else rows.numpy()
+        batch = None if self.batch is None else tu.take_rows(self.batch, rows)
+        return self._derived(batch, {key: column[index] for key, column in self.non_tensor_batch.items()}, op)
+
+    def select_idxs(self, idxs: Any) -> Self:
+        """Rows by slice, mask, list, array or tensor; the same as `data[idxs]`."""
+        return self._taken(tu.row_index(idxs, len(self)))
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Every row `repeat_times` times: a a b b with `interleave`, else a b a b. Copies tensors, shares objects."""
+        if repeat_times < 1:
+            raise BatchMismatchError(f"rows can be repeated at least once, found repeat_times={repeat_times}")
+        rows = torch.arange(len(self))
+        rows = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        return self._taken(rows, "repeat")
+
+    def reorder(self, indices: torch.Tensor) -> None:
+        """Permute the rows in place: row i becomes the former row `indices[i]`. Every row must be named once."""
+        rows = torch.arange(len(self))[tu.row_index(indices, len(self))]
+        times = torch.bincount(rows, minlength=len(self))
+        if bool((times != 1).any()):
+            row = int((times != 1).int().argmax())
+            raise BatchMismatchError(
+                f"reorder needs each of {len(self)} rows once, found {len(rows)} indices "
+                f"and row {row} {int(times[row])} times. To choose rows, index the envelope instead."
+            )
+        moved = self._taken(rows)
+        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+        self._noted("reorder")
+
+    def split(self, split_size: int) -> list[Self]:
+        """Contiguous parts of `split_size` rows, the last one with what is left. They share the tensors' memory."""
+        if split_size < 1:
+            raise BatchMismatchError(f"rows can be split into parts of at least one row, found split_size={split_size}")
+        return [self._taken(slice(at, min(at + split_size, len(self)))) for at in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """`chunks` equal contiguous parts. They share the tensors' memory unless rows had to be added.
+
+        Rows that do not divide are an error, or, with `auto_padding`, made up by marked rows of zero weight at the end
+        (see `pad_dataproto_to_divisor`); `unpad_dataproto` takes those off the concatenated parts.
+        """
+        if chunks < 1:
+            raise BatchMismatchError(f"an envelope can be cut into at least one part, found chunks={chunks}")
+        whole = pad_dataproto_to_divisor(self, chunks)[0] if self.auto_padding else self
+        size, rest = divmod(len(whole), chunks)
+        if rest:
+            raise BatchMismatchError(
+                f"{len(self)} rows cannot be cut into {chunks} equal parts. "
+                "Create the envelope with auto_padding=True, pad it with pad_dataproto_to_divisor, or use split."
+            )
+        return [whole._taken(slice(part * size, (part + 1) * size)) for part in range(chunks)]
+
+    def is_padding_enabled(self) -> bool:
+        """Whether `chunk` may add rows."""
+        return self.auto_padding
+
+    def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
+        """Append `padding_size` marked rows of zero weight in place, copies of the "first" or the "last" row."""
+        candidates = {"first": 0, "last": len(self) - 1, "": len(self) - 1}
+        if padding_candidate not in candidates:
+            raise BatchMismatchError(f"padding_candidate must be 'first' or 'last', found {padding_candidate!r}")
+        if padding_size < 0 or not len(self):
+            raise BatchMismatchError(f"cannot append {padding_size} padding rows to {len(self)} rows")
+        if padding_size:
+            padded = self._padded(torch.full((padding_size,), candidates[padding_candidate]))
+            self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+            self._noted("padding")
+
+    def _padded(self, copies: torch.Tensor) -> Self:
+        """Envelope with the rows `copies` appended, marked in `batch["is_padding"]` and without weight."""
+        batch = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
+        rows = np.concatenate([np.arange(len(self)), copies.numpy()])
+        columns = {key: column[rows] for key, column in self.non_tensor_batch.items()}
+        return self._derived(tu.append_padding(batch, copies), columns, "padding")
+
+
+def pad_dataproto_to_divisor(data: Rows, size_divisor: int) -> tuple[Rows, int]:
+    """Append marked rows of zero weight until the rows divide by `size_divisor`; returns (result, rows appended).
+
+    The appended rows repeat the first ones. They carry `is_padding` True and `response_mask` 0. With nothing to append,
+    `data` itself comes back.
+    """
+    if size_divisor < 1:
+        raise BatchMismatchError(f"rows can be padded to a positive divisor, found {size_divisor}")
+    pad_size = -len(data) % size_divisor
+    return (data._padded(torch.arange(pad_size) % len(data)), pad_size) if pad_size else (data, 0)
+
+
+def unpad_dataproto(data: Rows, pad_size: int) -> Rows:
+    """Without its last `pad_size` rows, and without `is_padding` if that marks none of the rest. Shares memory."""
+    if not 0 <= pad_size <= len(data):
+        raise BatchMismatchError(f"cannot take {pad_size} padding rows off {len(data)} rows")
+    if pad_size == 0:
+        return data
+    batch = None if data.batch is None else tu.unpad(data.batch, pad_size)
+    if batch is not None and data.non_tensor_batch and not batch.keys():
+        batch = None
+    kept = {key: column[: len(column) - pad_size] for key, column in data.non_tensor_batch.items()}
+    return data._derived(batch, kept, "unpad")

@@ -1,0 +1,205 @@
+"""A dataloader whose place in the data is three numbers, so that a resumed run sees the batches it had not seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ppo_lib.data.collate import collate_fn as default_collate_fn
+from ppo_lib.errors import DataError
+
+MAX_WORKERS = 8
+
+
+class ResumableDataLoader:
+    """Batches of a dataset, in an order that depends on `seed` and the epoch and nothing else.
+
+    Iterating yields what is left of the current epoch and stops; the next iteration is the next epoch. A batch counts
+    as seen from the moment it is handed out, whatever worker processes have prepared beyond it, so a state saved while
+    a batch is trained on continues with the batch after it. Saved during the last batch of an epoch, it continues
+    with the first batch of the next epoch.
+
+    Args:
+        dataset: anything with `__len__` and `__getitem__`; an item without `dataset_row` gets its index as one.
+        batch_size: prompts per batch.
+        shuffle: a fresh permutation each epoch, or the dataset's order.
+        seed: of the permutations.
+        drop_last: leave out a last batch that is not full.
+        collate_fn: list of items to batch.
+        num_workers: processes that prepare items; 0 is this process, None is min(8, cores).
+        sampler: gives the order in place of `shuffle` and `seed`. Its `set_epoch(epoch)` is called if it has one, and
+            it must then give the same order for the same epoch; one with `state_dict` and `load_state_dict` is saved
+            and restored instead, continues by itself, and is drawn from batch by batch, which needs `num_workers=0`.
+
+    Raises:
+        DataError: the dataset is empty, or smaller than a batch with `drop_last`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[dict[str, Any]]], Any] | None = None,
+        num_workers: int | None = 0,
+        sampler: Any = None,
+    ):
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.shuffle, self.seed, self.sampler = shuffle, seed, sampler
+        self.collate_fn = collate_fn or default_collate_fn
+        self.num_workers = min(MAX_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
+        self._epoch, self._rows_seen = 0, 0
+        self._sampler_keeps_place = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        if self._sampler_keeps_place and self.num_workers:
+            raise DataError(
+                "a sampler that keeps its own state is drawn from batch by batch, which worker processes would run "
+                f"ahead of; set data.dataloader_num_workers=0 (it is {self.num_workers})."
+            )
+        if len(dataset) == 0:
+            raise DataError("the dataset is empty.")
+        if len(self) == 0:
+            raise DataError(
+                f"the dataset has {self._rows_per_epoch()} rows, fewer than one batch of {batch_size}; "
+                f"set the batch size to {self._rows_per_epoch()} or less, or add data."
+            )
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        rows = self._rows_per_epoch()
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, counted from 0, that the next batch belongs to."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, seen = self._epoch, self._rows_seen
+        loader = DataLoader(
+            _Fetched(self.dataset),
+            batch_sampler=_Batches(self._order(epoch, seen), self.batch_size, self.drop_last),
+            collate_fn=_Collate(self.collate_fn),
+            num_workers=self.num_workers,
+            worker_init_fn=_in_worker,
+            # torch seeds its workers from here; without it every epoch would draw from the global random state
+            generator=torch.Generator().manual_seed(_mixed(self.seed, epoch)),
+        )
+        for batch in loader:
+            if isinstance(batch, Exception):
+                raise batch
+            seen += self.batch_size
+            self._move_to(epoch, seen)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers (and the sampler's own state, if it keeps one): safe to write as JSON or with torch."""
+        state: dict[str, Any] = {
+            "epoch": self._epoch,
+            "rows_seen": self._rows_seen,
+            "rows_per_epoch": self._rows_per_epoch(),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+        if self._sampler_keeps_place:
+            state["sampler"] = self.sampler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved. The batch size may differ; the data and its order may not.
+
+        Raises `DataError`, and changes nothing, if the dataset has another size or the order another seed.
+        """
+        own = self.state_dict()
+        for key, what in (("rows_per_epoch", "number of rows"), ("shuffle", "data.shuffle"), ("seed", "data.seed")):
+            if state[key] != own[key]:
+                raise DataError(
+                    f"cannot continue in the middle of the data: the {what} was {state[key]} when this state was saved "
+                    f"and is {own[key]} now, so the prompts would come in another order. Restore it, or start anew."
+                )
+        if self._sampler_keeps_place:
+            self.sampler.load_state_dict(state["sampler"])
+        self._move_to(state["epoch"], state["rows_seen"])
+
+    def _move_to(self, epoch: int, seen: int) -> None:
+        """The next batch starts at row `seen` of `epoch`, or, if what is left there gives none, with the next epoch."""
+        left = self._rows_per_epoch() - seen
+        over = left < self.batch_size if self.drop_last else left <= 0
+        self._epoch, self._rows_seen = (epoch + 1, 0) if over else (epoch, seen)
+
+    def _rows_per_epoch(self) -> int:
+        return len(self.sampler) if self.sampler is not None else len(self.dataset)
+
+    def _order(self, epoch: int, seen: int) -> Iterator[int]:
+        """The rows of `epoch` from number `seen` on."""
+        if self.sampler is None:
+            if not self.shuffle:
+                return iter(range(seen, len(self.dataset)))
+            order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.dataset))
+            return iter(order[seen:].tolist())
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        return iter(self.sampler) if self._sampler_keeps_place else islice(iter(self.sampler), seen, None)
+
+
+class _Batches:
+    """Lists of row numbers, drawn one batch at a time."""
+
+    def __init__(self, order: Iterator[int], batch_size: int, drop_last: bool):
+        self.order, self.batch_size, self.drop_last = order, batch_size, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while batch := list(islice(self.order, self.batch_size)):
+            if len(batch) < self.batch_size and self.drop_last:
+                return
+            yield batch
+
+
+class _Fetched:
+    """Items or, where one cannot be made, the error: raised in a worker it would arrive as a printed traceback."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            item = self.dataset[index]
+        except Exception as error:
+            return error
+        if isinstance(item, dict):
+            item.setdefault("dataset_row", index)
+        return item
+
+
+class _Collate:
+    """The first error among the items, or the batch."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]):
+        self.collate_fn = collate_fn
+
+    def __call__(self, items: list[Any]) -> Any:
+        for item in items:
+            if isinstance(item, Exception):
+                return item
+        try:
+            return self.collate_fn(items)
+        except Exception as error:
+            return error
+
+
+def _in_worker(_: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # a forked tokenizer warns about its threads at every start otherwise
+    )
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed % 2**64, epoch]).generate_state(1, dtype=np.uint64)[0] >> np.uint64(1))

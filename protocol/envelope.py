@@ -15,6 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from protocol import tensordict_utils as tu
+from protocol import wire
 from protocol.errors import BatchMismatchError
 from protocol.lineage import LineageEntry, current_stage
 from protocol.merge import MergeOperations, check_one_home
@@ -124,6 +125,11 @@ class DataProto(RowOperations, MergeOperations):
             tu.assign_non_tensor_stack(td, key, column.tolist())
         dtypes = {key: column.dtype.str for key, column in self.non_tensor_batch.items() if column.dtype != object}
         return tu.assign_non_tensor(td, **own_copy(self.meta_info), **({_DTYPES: dtypes} if dtypes else {}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        batch = None if self.batch is None else wire.encode_tensordict(self.batch)
+        python = wire.encode_values({"columns": self.non_tensor_batch, "meta_info": self.meta_info})
+        return _from_wire, (type(self), batch, python, self.auto_padding, tuple(map(tuple, self.lineage)))
 
     def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None) -> Self:
         new = type(self)(batch, columns, own_copy(self.meta_info), self.auto_padding, self.lineage)
@@ -251,3 +257,10 @@ def _tensor_batch(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> T
             )
         first, batch_size = key, leading
     return TensorDict(dict(tensors), batch_size=batch_size)
+
+
+def _from_wire(cls: type[DataProto], batch: Any, python: Any, auto_padding: bool, lineage: Any) -> DataProto:
+    td = None if batch is None else wire.decode_tensordict(batch)
+    values = wire.decode_values(python)
+    history = tuple(LineageEntry(*entry) for entry in lineage)
+    return cls(td, values["columns"], values["meta_info"], auto_padding, history)

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# torch.nested.nested_tensor_from_jagged is this and a warning about tracing in every process that calls it
+from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
+
 from protocol.errors import BatchMismatchError
 
 
@@ -41,7 +44,7 @@ def parts_of(tensor: Any, name: str = "tensor") -> Parts:
 
 def from_parts(values: Tensor, offsets: Tensor, dim: int = 1) -> Tensor:
     """Jagged tensor over these very `values` and `offsets`, without a copy."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=dim)
+    return nested_view_from_values_offsets(values, offsets, ragged_idx=dim)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _MISSING = object()
+_Joined = dict[tuple[int, ...], tuple[list[jagged.Parts], Tensor]]  # ids of offsets -> (what keeps them alive, joined)
 
 
 def entries(td: TensorDictBase) -> Iterator[tuple[str, Any]]:
@@ -118,7 +119,7 @@ def row_index(index: Any, rows: int) -> Tensor | slice:
 def take_rows(td: TensorDictBase, rows: Tensor | slice) -> TensorDict:
     """Rows of `td` by the result of `row_index`. A slice gives tensors that share memory; an index copies."""
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    plans: dict[int, jagged.Gather] = {}
+    plans: dict[int, tuple[Tensor, jagged.Gather]] = {}  # by id of the offsets, which the entry keeps alive
 
     def take(key: str, entry: Any) -> Any:
         if isinstance(entry, NonTensorData):
@@ -131,8 +132,8 @@ def take_rows(td: TensorDictBase, rows: Tensor | slice) -> TensorDict:
         if entry.is_nested:
             parts = jagged.parts_of(entry, key)
             if id(parts.offsets) not in plans:
-                plans[id(parts.offsets)] = jagged.plan_rows(parts.offsets, rows)
-            return jagged.gather_rows(parts, plans[id(parts.offsets)])
+                plans[id(parts.offsets)] = (parts.offsets, jagged.plan_rows(parts.offsets, rows))
+            return jagged.gather_rows(parts, plans[id(parts.offsets)][1])
         return entry[rows] if isinstance(rows, slice) else entry.index_select(0, rows.to(entry.device))
 
     return _rebuild(td, {key: take(key, entry) for key, entry in entries(td)}, count)
@@ -163,12 +164,12 @@ def concat_tensordict(parts: Sequence[TensorDictBase]) -> TensorDict:
     for number, part in enumerate(parts):
         if odd := set(part.keys()) ^ set(first.keys()):
             raise BatchMismatchError(f"part {number} and part 0 differ in fields {sorted(map(str, odd))}")
-    joined: dict[tuple[int, ...], Tensor] = {}
+    joined: _Joined = {}
     source = {key: _concat_entry(str(key), [part.get(key) for part in parts], joined) for key in first.keys()}  # noqa: SIM118
     return _rebuild(first, source, sum(map(len, parts)))
 
 
-def _concat_entry(key: str, column: list[Any], joined: dict[tuple[int, ...], Tensor]) -> Any:
+def _concat_entry(key: str, column: list[Any], joined: _Joined) -> Any:
     first = column[0]
     for number, entry in enumerate(column):
         if _kind(entry) != _kind(first):
@@ -186,9 +187,9 @@ def _concat_entry(key: str, column: list[Any], joined: dict[tuple[int, ...], Ten
     parts = [jagged.parts_of(entry, key) for entry in column]
     identity = tuple(id(part.offsets) for part in parts)
     if identity not in joined:
-        joined[identity] = jagged.join_offsets([part.offsets for part in parts])
+        joined[identity] = (parts, jagged.join_offsets([part.offsets for part in parts]))
     dim = parts[0].dim
-    return jagged.from_parts(torch.cat([part.values for part in parts], dim - 1), joined[identity], dim)
+    return jagged.from_parts(torch.cat([part.values for part in parts], dim - 1), joined[identity][1], dim)
 
 
 def _kind(entry: Any) -> Any:

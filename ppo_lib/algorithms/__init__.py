@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from ppo_lib.algorithms.aggregate import Denominators as Denominators
     from ppo_lib.algorithms.aggregate import agg_loss as agg_loss
     from ppo_lib.algorithms.aggregate import denominators_of as denominators_of
-    from ppo_lib.algorithms.entropy import entropy_from_logits as entropy_from_logits
     from ppo_lib.algorithms.kl import AdaptiveKLController as AdaptiveKLController
     from ppo_lib.algorithms.kl import FixedKLController as FixedKLController
     from ppo_lib.algorithms.kl import get_kl_controller as get_kl_controller
@@ -38,7 +37,6 @@ _HOME = {
     "compute_policy_loss_vanilla": "policy_losses.vanilla",
     "compute_value_loss": "value_loss",
     "denominators_of": "aggregate",
-    "entropy_from_logits": "entropy",
     "get_adv_estimator_fn": "registry",
     "get_kl_controller": "kl",
     "get_policy_loss_fn": "registry",

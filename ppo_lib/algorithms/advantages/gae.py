@@ -1,0 +1,70 @@
+"""Generalised advantage estimation, with a critic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_lib.algorithms.advantages.discount import discounted_sum_to_go
+from ppo_lib.algorithms.masked import check_same_shape, masked_whiten
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """How much better things went from each token on than the critic expected, looking ahead less and less.
+
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t     = delta_t + gamma lam A_{t+1}
+        return_t = A_t + V_t
+
+    (arXiv:1506.02438), and then the advantages are whitened over the batch. t counts policy tokens only: over tokens
+    with mask 0 inside a response (what a tool answered) V and A are carried unchanged, so a reward after a tool call
+    reaches the tokens before it, undiscounted by the length of the answer. After the last policy token V = A = 0.
+    lam = 1 gives the return minus the value, lam = 0 the one-step difference.
+
+    Args:
+        token_level_rewards: (B, R) float32.
+        response_mask: (B, R) bool, int or float.
+        values: (B, R) float32.
+        gamma: the discount per policy token.
+        lam: how far to trust rewards over values.
+
+    Returns:
+        Advantages, whitened, and returns, both (B, R) float32. For rows without a policy token see `advantages`.
+    """
+    check_same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
+    kept = response_mask.bool()
+    column = _column_among_policy_tokens(kept)
+    deltas, values = _pack(token_level_rewards, kept, column), _pack(values, kept, column)
+    deltas[:, :-1] += gamma * values[:, 1:]
+    deltas -= values
+    advantages = discounted_sum_to_go(deltas, gamma * lam)
+    returns = advantages + values
+    return masked_whiten(_unpack(advantages, kept, column), kept), _unpack(returns, kept, column)
+
+
+def _column_among_policy_tokens(kept: Tensor) -> Tensor | None:
+    """The column each kept token moves to when the holes are closed, (B, R) int64; None where there are no holes."""
+    if not bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+        return None
+    return kept.cumsum(dim=1) - 1
+
+
+def _pack(x: Tensor, kept: Tensor, column: Tensor | None) -> Tensor:
+    """A new tensor with the kept entries of each row at its left, in order, and 0 after them."""
+    x = torch.where(kept, x, 0)
+    if column is None:
+        return x
+    return torch.zeros_like(x).scatter_add(1, column.clamp(min=0), x)  # what is not kept adds its 0 to a neighbour
+
+
+def _unpack(packed: Tensor, kept: Tensor, column: Tensor | None) -> Tensor:
+    """The inverse: entries back in their columns, 0 elsewhere."""
+    if column is None:
+        return packed
+    return torch.where(kept, packed.gather(1, column.clamp(min=0)), 0)

@@ -1,0 +1,62 @@
+"""The settings a policy loss reads, apart from the file they came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ppo_lib.algorithms.aggregate import Denominators, denominators_of
+from ppo_lib.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What every policy loss takes as `config`; the names are those of `actor_rollout_ref.actor`.
+
+    Args:
+        clip_ratio: how far the ratio may leave 1.
+        clip_ratio_low, clip_ratio_high: the same below and above 1; None follows `clip_ratio`.
+        clip_ratio_c: the bound on the loss of a token with negative advantage, in multiples of -advantage; above 1.
+        loss_scale_factor: the horizon of `seq-mean-token-sum-norm`; None leaves that of `denominators`.
+        policy_loss: the settings of single losses (`actor.policy_loss`).
+        denominators: those of the whole mini-batch; None takes each call's mask for all of it.
+    """
+
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
+    loss_scale_factor: float | None = None
+    policy_loss: Any = None
+    denominators: Denominators | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_ratio_c <= 1.0:
+            raise ConfigError(f"clip_ratio_c must be above 1 (3.0 is usual), got {self.clip_ratio_c}")
+
+    @classmethod
+    def from_actor(cls, actor_config: Any, denominators: Denominators | None = None) -> LossConfig:
+        """Read the settings from an actor section by attribute."""
+        return cls(
+            clip_ratio=actor_config.clip_ratio,
+            clip_ratio_low=actor_config.clip_ratio_low,
+            clip_ratio_high=actor_config.clip_ratio_high,
+            clip_ratio_c=actor_config.clip_ratio_c,
+            loss_scale_factor=actor_config.loss_scale_factor,
+            policy_loss=actor_config.policy_loss,
+            denominators=denominators,
+        )
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The smallest and largest ratio that is not clipped."""
+        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return 1.0 - low, 1.0 + high
+
+    def denominators_for(self, mask: Tensor) -> Denominators:
+        """The denominators of the mini-batch that `mask` (b, R) is part of."""
+        whole = self.denominators or denominators_of(mask)
+        return whole if self.loss_scale_factor is None else replace(whole, horizon=self.loss_scale_factor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ppo_lib.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from ppo_lib.config.actor_rollout_ref import ActorRolloutRefConfig
 from ppo_lib.config.algorithm import AlgorithmConfig, KLCtrlConfig
+from ppo_lib.config.arithmetic import StepArithmetic, UpdateArithmetic, step_arithmetic
 from ppo_lib.config.critic import CriticConfig
 from ppo_lib.config.data import DataConfig
 from ppo_lib.config.loader import as_config, load_config
@@ -35,12 +36,15 @@ __all__ = [
     "RefConfig",
     "RewardConfig",
     "RolloutConfig",
+    "StepArithmetic",
     "TrainedFSDPConfig",
     "TrainerConfig",
+    "UpdateArithmetic",
     "as_config",
     "load_config",
     "need_critic",
     "need_old_log_probs",
     "need_reference_policy",
+    "step_arithmetic",
     "worker_count",
 ]

@@ -70,11 +70,12 @@ def walk_fields(model: type[ConfigModel], prefix: tuple[str, ...] = ()) -> Itera
             yield from walk_fields(section, (*prefix, name))
 
 
-def _one_or_many(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
+    """A single string as a list of one."""
     return (value,) if isinstance(value, str) else value
 
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 """A list of strings; a single string is a list of one."""
 Ints = Annotated[tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)]
 OpenDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]

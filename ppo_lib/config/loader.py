@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -16,8 +15,6 @@ from ppo_lib.config.sources import Sources
 from ppo_lib.config.tree import MISSING, copy, dotted, get, merge, put
 from ppo_lib.config.yaml_text import describe_yaml_error, parse_value, read_yaml
 from ppo_lib.errors import ConfigError
-
-logger = logging.getLogger("ppo_lib.config")
 
 
 def load_config(path: str | FilePath | None = None, overrides: Iterable[str] = ()) -> PPOConfig:
@@ -50,10 +47,9 @@ def as_config(config: Any) -> PPOConfig:
 def build(tree: dict[str, Any], sources: Sources) -> PPOConfig:
     """Validate a tree of values; `sources` says where each was written."""
     try:
-        config = PPOConfig.model_validate(tree)
+        return PPOConfig.model_validate(tree, context=sources)
     except ValidationError as error:
         raise ConfigError(explain(error, PPOConfig, sources)) from None
-    return config
 
 
 def _read_with_bases(file: FilePath, sources: Sources, above: tuple[FilePath, ...]) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from ppo_lib.algorithms import names
-from ppo_lib.config.ppo import PPOConfig
+
+if TYPE_CHECKING:
+    from ppo_lib.config.ppo import PPOConfig
 
 
 def need_critic(config: PPOConfig) -> bool:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import yaml
-from pydantic import PrivateAttr, model_validator
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
+from ppo_lib.config import compat
 from ppo_lib.config.actor_rollout_ref import ActorRolloutRefConfig
 from ppo_lib.config.algorithm import AlgorithmConfig
 from ppo_lib.config.base import ConfigModel
 from ppo_lib.config.critic import CriticConfig
 from ppo_lib.config.data import DataConfig
-from ppo_lib.config.references import resolve
+from ppo_lib.config.effects import notices_on
+from ppo_lib.config.references import Resolver, fields_of, sections_of
 from ppo_lib.config.reward import RewardConfig
+from ppo_lib.config.rules import problems_of
+from ppo_lib.config.sources import Sources
 from ppo_lib.config.trainer import RayKwargsConfig, TrainerConfig
-from ppo_lib.config.tree import copy
+from ppo_lib.config.tree import Path, copy, get, leaves, remove
+from ppo_lib.errors import ConfigError
+
+logger = logging.getLogger("ppo_lib.config")
 
 
 class PPOConfig(ConfigModel):
@@ -38,10 +46,19 @@ class PPOConfig(ConfigModel):
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_in(cls, tree: Any) -> Any:
-        return resolve(tree, cls) if isinstance(tree, dict) else tree
+    def _whole(cls, tree: Any, validate: ModelWrapValidatorHandler[PPOConfig], info: ValidationInfo) -> PPOConfig:
+        if not isinstance(tree, dict):
+            return validate(tree)
+        tree, typed, notices = _prepare(tree, info.context if isinstance(info.context, Sources) else Sources())
+        config = validate(tree)
+        if problems := problems_of(config):
+            raise ConfigError("\n".join(problems))
+        config._notices = (*notices, *notices_on(config, typed))
+        for line in config.notices:
+            logger.warning(line)
+        return config
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -55,3 +72,21 @@ class PPOConfig(ConfigModel):
     def to_yaml(self) -> str:
         """The same as YAML."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], set[Path], list[str]]:
+    """What the models validate, the keys that were typed, and a line for each that has another name or none."""
+    tree = copy(tree)
+    for section in sections_of(PPOConfig):
+        if get(tree, section) is None:  # `critic:` with nothing under it
+            remove(tree, section)
+
+    def acts(path: Path) -> bool:
+        return any(path[:end] in fields_of(PPOConfig) for end in range(1, len(path) + 1))
+
+    notices = compat.rename(tree, sources, acts)
+    tree = Resolver(tree, PPOConfig).expanded()
+    notices += compat.retire(tree, sources, acts, Resolver(tree, PPOConfig).look_up)
+    typed = {path[:end] for path, _ in leaves(tree) for end in range(1, len(path) + 1)} & fields_of(PPOConfig).keys()
+    Resolver(tree, PPOConfig).fill()
+    return tree, typed, notices

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from ppo_lib.config.base import ConfigModel, follows, walk_fields
 from ppo_lib.config.suggest import did_you_mean
@@ -13,24 +16,43 @@ from ppo_lib.errors import ConfigError
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
-def resolve(tree: dict[str, Any], root: type[ConfigModel]) -> dict[str, Any]:
-    """A copy of `tree` with every reference replaced, and every following key that is absent or null filled in.
+@functools.cache
+def fields_of(root: type[ConfigModel]) -> dict[Path, FieldInfo]:
+    """Every key that acts, by path."""
+    return dict(walk_fields(root))
+
+
+@functools.cache
+def sections_of(root: type[ConfigModel]) -> tuple[Path, ...]:
+    """Every section, outermost first."""
+    found = {path[:end]: None for path in fields_of(root) for end in range(1, len(path))}
+    return tuple(sorted(found, key=len))
+
+
+class Resolver:
+    """Looks values up in a tree, falling back on what a key follows and on its default.
 
     Raises ConfigError for a reference to a key that does not exist, or that leads back to itself.
     """
-    resolver = _Resolver(tree, root)
-    resolved = {name: resolver.expand(value, (str(name),)) for name, value in tree.items()}
-    for path, field in resolver.fields.items():
-        if follows(field) is not None and get(resolved, path) in (MISSING, None):
-            put(resolved, path, resolver.value(path))
-    return resolved
 
-
-class _Resolver:
     def __init__(self, tree: dict[str, Any], root: type[ConfigModel]):
         self.tree = tree
-        self.fields = dict(walk_fields(root))
+        self.fields = fields_of(root)
         self._under_way: list[Path] = []
+
+    def expanded(self) -> dict[str, Any]:
+        """The tree with every reference replaced."""
+        return {name: self.expand(value, (str(name),)) for name, value in self.tree.items()}
+
+    def fill(self) -> None:
+        """Give every following key that is absent or null its value, in place."""
+        for path, field in self.fields.items():
+            if follows(field) is not None and get(self.tree, path) in (MISSING, None):
+                put(self.tree, path, self.value(path))
+
+    def look_up(self, reference: str) -> Any:
+        """The value of a reference such as "${trainer.seed}"."""
+        return self.expand(reference, ())
 
     def value(self, path: Path) -> Any:
         """What `path` comes to: given, followed, or default."""
@@ -41,11 +63,11 @@ class _Resolver:
         try:
             given = get(self.tree, path)
             field = self.fields.get(path)
-            if given is not MISSING and not (given is None and field is not None and follows(field)):
+            reference = follows(field) if field is not None else None
+            if given is not MISSING and not (given is None and reference):
                 return self.expand(given, path)
             if field is None:
                 raise KeyError(dotted(path))
-            reference = follows(field)
             return self.expand(reference, path) if reference else copy(field.get_default(call_default_factory=True))
         finally:
             self._under_way.pop()
@@ -60,17 +82,19 @@ class _Resolver:
             return value
         whole = _REFERENCE.fullmatch(value)
         if whole:
-            return self._look_up(whole[1], path)
-        return _REFERENCE.sub(lambda match: str(self._look_up(match[1], path)), value)
+            return self._follow(whole[1], path)
+        return _REFERENCE.sub(lambda match: str(self._follow(match[1], path)), value)
 
-    def _look_up(self, reference: str, path: Path) -> Any:
+    def _follow(self, reference: str, path: Path) -> Any:
         target = _absolute(reference.strip(), path)
         try:
             return self.value(target)
         except KeyError:
-            hint = did_you_mean(dotted(target), [dotted(known) for known in self.fields])
+            known = [dotted(field) for field in self.fields]
             note = "only plain references such as ${trainer.seed} work" if ":" in reference else "there is no such key"
-            raise ConfigError(f"{dotted(path)} refers to ${{{reference}}}: {note}{hint}") from None
+            raise ConfigError(
+                f"{dotted(path)} refers to ${{{reference}}}: {note}{did_you_mean(dotted(target), known)}"
+            ) from None
 
 
 def _absolute(reference: str, path: Path) -> Path:

@@ -22,7 +22,10 @@ class Sources:
             self._places[new] = place
 
     def of(self, path: Path) -> str:
-        """ " (file:line)" of a key or of the section around it; nothing where it is not known."""
+        """The place of a key, of something in it or of the section around it, in brackets after a space; else ""."""
+        inside = [place for written, place in self._places.items() if written[: len(path)] == path]
+        if path not in self._places and inside:
+            return f" ({inside[0]})"
         for end in range(len(path), 0, -1):
             if path[:end] in self._places:
                 return f" ({self._places[path[:end]]})"

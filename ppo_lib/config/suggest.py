@@ -1,4 +1,4 @@
-"""\"Did you mean\" for a mistyped word."""
+"""The nearest right word for a mistyped one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?", or nothing where nothing is close."""
+    """The end of a sentence: "; did you mean X?", or "" where nothing is close."""
     near = nearest(word, known)
     return f"; did you mean {near}?" if near else ""
 

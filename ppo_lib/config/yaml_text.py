@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -24,8 +25,6 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def _resolve(kind: str, pattern: str, first: str) -> None:
-    import re
-
     _Loader.add_implicit_resolver(_TAG + kind, re.compile(pattern), list(first))
 
 
@@ -92,7 +91,7 @@ def read_yaml(file: FilePath) -> tuple[dict[str, Any], dict[Path, int]]:
 
 
 def describe_yaml_error(error: yaml.YAMLError) -> str:
-    """ ":LINE:COLUMN: what is wrong" of a YAML error."""
+    """What goes after the name of a file: ":LINE:COLUMN: what is wrong"."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
     problem = getattr(error, "problem", None) or str(error)

@@ -1,0 +1,150 @@
+"""Keys that are right in themselves and change nothing beside the others: one line for each that was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ppo_lib.algorithms import names
+from ppo_lib.config.arithmetic import uses_token_cap
+from ppo_lib.config.needs import need_critic, need_reference_policy
+from ppo_lib.config.references import fields_of
+from ppo_lib.config.tree import Path, dotted
+
+if TYPE_CHECKING:
+    from ppo_lib.config.actor import ActorConfig
+    from ppo_lib.config.critic import CriticConfig
+    from ppo_lib.config.ppo import PPOConfig
+
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+SGLANG_KEYS = tuple(
+    f"{_ROLLOUT}.{name}"
+    for name in (
+        "tensor_model_parallel_size",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "free_cache_engine",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "load_format",
+        "engine_kwargs.sglang",
+    )
+)
+"""Keys that only the sglang engine reads."""
+
+Row = tuple[str, bool, str]
+"""A key (or, with a dot at its end, a section), whether it is without effect here, and why."""
+
+
+def notices_on(config: PPOConfig, typed: Iterable[Path]) -> list[str]:
+    """One line for each typed key that has no effect beside the others, and for each choice that teaches nothing."""
+    notices = []
+    changed = {dotted(path) for path in typed if _differs_from_default(config, path)}
+    for name, applies, why in _rows(config):
+        keys = [key for key in sorted(changed) if key == name or (name.endswith(".") and key.startswith(name))]
+        if keys and applies:
+            changed -= set(keys)
+            notices.append(f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {why}")
+    estimator = names.find_adv_estimator(config.algorithm.adv_estimator)
+    if estimator.compares_rollouts and config.actor_rollout_ref.rollout.n == 1:
+        notices.append(
+            f"{_ROLLOUT}.n=1: {estimator.name} compares the rollouts of one prompt; set it to 2 or more (8 is usual)"
+        )
+    return notices
+
+
+def _differs_from_default(config: PPOConfig, path: Path) -> bool:
+    value: object = config
+    for name in path:
+        value = getattr(value, name)
+    return value != fields_of(type(config))[path].get_default(call_default_factory=True)
+
+
+def _rows(config: PPOConfig) -> Iterator[Row]:
+    yield "critic.", not need_critic(config), "this advantage estimator needs no critic"
+    yield f"{_REF}.", not need_reference_policy(config), "without a KL no reference is kept"
+    yield from _rollout_rows(config)
+    yield from _algorithm_rows(config)
+    yield from _update_rows(_ACTOR, config.actor_rollout_ref.actor)
+    yield from _update_rows("critic", config.critic)
+    yield from _forward_rows(config)
+    yield from _run_rows(config)
+
+
+def _rollout_rows(config: PPOConfig) -> Iterator[Row]:
+    rollout = config.actor_rollout_ref.rollout
+    for key in SGLANG_KEYS:
+        yield key, rollout.name == "hf", "only the sglang engine reads it"
+    for name in ("top_k", "top_p"):
+        yield f"{_ROLLOUT}.{name}", not rollout.do_sample, "rollout.do_sample is false"
+        yield f"{_ROLLOUT}.val_kwargs.{name}", not rollout.val_kwargs.do_sample, "val_kwargs.do_sample is false"
+    yield f"{_ROLLOUT}.val_kwargs.temperature", not rollout.val_kwargs.do_sample, "val_kwargs.do_sample is false"
+    yield (
+        f"{_ROLLOUT}.val_kwargs.n",
+        not rollout.val_kwargs.do_sample,
+        "val_kwargs.do_sample is false, so all responses to one prompt are the same",
+    )
+
+
+def _algorithm_rows(config: PPOConfig) -> Iterator[Row]:
+    algorithm = config.algorithm
+    yield "algorithm.kl_penalty", not algorithm.use_kl_in_reward, "use_kl_in_reward is false"
+    yield "algorithm.kl_ctrl.", not algorithm.use_kl_in_reward, "use_kl_in_reward is false"
+    for name in ("horizon", "target_kl"):
+        yield f"algorithm.kl_ctrl.{name}", algorithm.kl_ctrl.type == "fixed", "kl_ctrl.type is fixed"
+    grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized")
+    for name in ("gamma", "lam"):
+        yield f"algorithm.{name}", grpo, "grpo gives all tokens of a response one advantage"
+    yield "algorithm.norm_adv_by_std_in_grpo", algorithm.adv_estimator == "gae", "adv_estimator is gae"
+    actor = config.actor_rollout_ref.actor
+    for name in ("kl_loss_coef", "kl_loss_type"):
+        yield f"{_ACTOR}.{name}", not actor.use_kl_loss, "use_kl_loss is false"
+
+
+def _update_rows(name: str, section: ActorConfig | CriticConfig) -> Iterator[Row]:
+    size, dynamic = section.ppo_micro_batch_size_per_gpu, section.use_dynamic_bsz
+    yield f"{name}.ppo_micro_batch_size_per_gpu", dynamic, "use_dynamic_bsz packs rows up to the token cap"
+    yield f"{name}.ppo_max_token_len_per_gpu", not uses_token_cap(size, dynamic), "a micro-batch size is set"
+    yield f"{name}.data_loader_seed", not section.shuffle, "shuffle is false"
+    yield (
+        f"{name}.loss_scale_factor",
+        section.loss_agg_mode != "seq-mean-token-sum-norm",
+        "only seq-mean-token-sum-norm divides by it",
+    )
+    optim = section.optim
+    yield f"{name}.optim.num_cycles", optim.lr_scheduler_type != "cosine", "the schedule is not a cosine"
+    yield f"{name}.optim.min_lr_ratio", optim.lr_scheduler_type == "constant", "the schedule is constant"
+    yield f"{name}.optim.lr_warmup_steps_ratio", optim.lr_warmup_steps >= 0, "lr_warmup_steps is set"
+
+
+def _forward_rows(config: PPOConfig) -> Iterator[Row]:
+    """Micro-batch sizes and caps of the forward-only passes."""
+    for name, section in ((_REF, config.actor_rollout_ref.ref), (_ROLLOUT, config.actor_rollout_ref.rollout)):
+        size, dynamic = section.log_prob_micro_batch_size_per_gpu, section.log_prob_use_dynamic_bsz
+        yield f"{name}.log_prob_micro_batch_size_per_gpu", dynamic, "rows are packed up to the token cap"
+        yield f"{name}.log_prob_max_token_len_per_gpu", not uses_token_cap(size, dynamic), "a micro-batch size is set"
+    critic = config.critic
+    size, dynamic = critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz
+    yield "critic.forward_micro_batch_size_per_gpu", dynamic, "rows are packed up to the token cap"
+    yield "critic.forward_max_token_len_per_gpu", not uses_token_cap(size, dynamic), "a micro-batch size is set"
+
+
+def _run_rows(config: PPOConfig) -> Iterator[Row]:
+    data, trainer, reward = config.data, config.trainer, config.reward
+    yield "data.seed", not data.shuffle and not data.validation_shuffle, "nothing is shuffled"
+    yield "data.filter_overlong_prompts_workers", not data.filter_overlong_prompts, "filter_overlong_prompts is false"
+    yield "trainer.resume_from_path", trainer.resume_mode != "resume_path", "resume_mode is not resume_path"
+    for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
+        yield f"trainer.{name}", trainer.save_freq <= 0, "nothing is saved"
+    yield "ray_kwargs.", trainer.worker_group == "local", "trainer.worker_group is local"
+    yield "reward.custom_reward_function.", reward.custom_reward_function.path is None, "its path is not set"
+    yield (
+        "reward.reward_manager.module.",
+        reward.reward_manager.source == "register",
+        "reward.reward_manager.source is register",
+    )

@@ -1,0 +1,195 @@
+"""What no single key can know: numbers that must fit together. Each rule stands once, and says what would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ppo_lib.algorithms import names
+from ppo_lib.config.arithmetic import uses_token_cap, world_size
+from ppo_lib.config.needs import need_critic, need_reference_policy
+
+if TYPE_CHECKING:
+    from ppo_lib.config.actor import ActorConfig
+    from ppo_lib.config.critic import CriticConfig
+    from ppo_lib.config.ppo import PPOConfig
+    from ppo_lib.config.training import FSDPConfig
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def problems_of(config: PPOConfig) -> list[str]:
+    """Every contradiction, one sentence each, with values that would work."""
+    problems = [
+        *_mini_batches(config, _ACTOR, config.actor_rollout_ref.actor),
+        *(_mini_batches(config, "critic", config.critic) if need_critic(config) else ()),
+        *_token_caps(config),
+        *_widths(config),
+        *_ranks(config),
+        *_sampling(config),
+        *_run(config),
+    ]
+    return list(dict.fromkeys(problems))  # actor and critic share some
+
+
+def _mini_batches(config: PPOConfig, name: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
+    prompts, rollouts = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini, ranks = section.ppo_mini_batch_size, world_size(config)
+    key = f"{name}.ppo_mini_batch_size"
+    fitting = [size for size in _divisors(prompts) if size * rollouts % ranks == 0]
+    if not fitting:
+        step = ranks // math.gcd(ranks, rollouts)
+        yield (
+            f"data.train_batch_size={prompts} prompts x {rollouts} rollouts make {prompts * rollouts} rows, which"
+            f" {ranks} ranks cannot share evenly; {_choices('data.train_batch_size', _multiples(step, prompts))}"
+        )
+    elif mini > prompts:
+        yield (
+            f"{key}={mini} prompts is more than data.train_batch_size={prompts}; {_choices(key, _near(fitting, mini))}"
+        )
+    elif prompts % mini:
+        yield (
+            f"data.train_batch_size={prompts} is not a multiple of {key}={mini}; {_choices(key, _near(fitting, mini))}"
+        )
+    elif mini * rollouts % ranks:
+        yield (
+            f"{key}={mini} prompts x {rollouts} rollouts make {mini * rollouts} rows, which {ranks} ranks cannot"
+            f" share evenly; {_choices(key, _near(fitting, mini))}"
+        )
+    else:
+        yield from _micro_batches(name, section, mini * rollouts // ranks)
+
+
+def _micro_batches(name: str, section: ActorConfig | CriticConfig, rows: int) -> Iterator[str]:
+    size = section.ppo_micro_batch_size_per_gpu
+    if size is None or section.use_dynamic_bsz or rows % size == 0:
+        return
+    key = f"{name}.ppo_micro_batch_size_per_gpu"
+    yield (
+        f"{key}={size} does not divide the {rows} rows of a mini-batch on one rank;"
+        f" {_choices(key, _near(_divisors(rows), size))}, or leave it out to pack rows up to the token cap"
+    )
+
+
+def _token_caps(config: PPOConfig) -> Iterator[str]:
+    actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
+    longest = rollout.prompt_length + rollout.response_length
+    caps = [
+        (f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu)
+        if uses_token_cap(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz)
+        else None,
+        (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", rollout.log_prob_max_token_len_per_gpu)
+        if uses_token_cap(rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_use_dynamic_bsz)
+        else None,
+    ]
+    if need_reference_policy(config) and uses_token_cap(
+        ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz
+    ):
+        caps.append(("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu))
+    critic = config.critic
+    if need_critic(config) and uses_token_cap(critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz):
+        caps.append(("critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu))
+    if need_critic(config) and uses_token_cap(critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz):
+        caps.append(("critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu))
+    for key, cap in filter(None, caps):
+        if cap < longest:
+            yield (
+                f"{key}={cap} is below the longest row, {longest} = {rollout.prompt_length} prompt +"
+                f" {rollout.response_length} response tokens; set it to {longest} or more"
+            )
+
+
+def _widths(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    for key, value, other, wanted in (
+        ("prompt_length", rollout.prompt_length, "data.max_prompt_length", config.data.max_prompt_length),
+        ("response_length", rollout.response_length, "data.max_response_length", config.data.max_response_length),
+    ):
+        if value != wanted:
+            yield f"{_ROLLOUT}.{key}={value} differs from {other}={wanted}; set only {other}"
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield f"{_ROLLOUT}.max_model_len={rollout.max_model_len} is below the longest row; set it to {longest} or more"
+
+
+def _ranks(config: PPOConfig) -> Iterator[str]:
+    ranks, rollout = world_size(config), config.actor_rollout_ref.rollout
+    sections: list[tuple[str, FSDPConfig]] = [
+        ("actor_rollout_ref.actor.fsdp_config", config.actor_rollout_ref.actor.fsdp_config)
+    ]
+    if need_reference_policy(config):
+        sections.append(("actor_rollout_ref.ref.fsdp_config", config.actor_rollout_ref.ref.fsdp_config))
+    if need_critic(config):
+        sections.append(("critic.fsdp", config.critic.fsdp))
+    for name, fsdp in sections:
+        if fsdp.fsdp_size == 0 or (fsdp.fsdp_size > 0 and ranks % fsdp.fsdp_size):
+            key = f"{name}.fsdp_size"
+            yield (
+                f"{key}={fsdp.fsdp_size} does not divide the {ranks} ranks;"
+                f" {_choices(key, [-1, *_near(_divisors(ranks), fsdp.fsdp_size)])}"
+            )
+    per_node, parallel = config.trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
+    if rollout.name == "sglang" and per_node % parallel:
+        key = f"{_ROLLOUT}.tensor_model_parallel_size"
+        yield (
+            f"{key}={parallel} does not divide trainer.n_gpus_per_node={per_node};"
+            f" {_choices(key, _near(_divisors(per_node), parallel))}"
+        )
+    if config.trainer.worker_group == "local" and ranks > 1:
+        yield (
+            f"trainer.worker_group=local runs one rank in this process, and trainer.nnodes x trainer.n_gpus_per_node"
+            f" is {ranks}; set both to 1, or worker_group=ray"
+        )
+
+
+def _sampling(config: PPOConfig) -> Iterator[str]:
+    validation = config.actor_rollout_ref.rollout.val_kwargs
+    if validation.do_sample and validation.temperature == 0:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.do_sample=true needs a temperature above 0;"
+            f" set {_ROLLOUT}.val_kwargs.temperature=1.0, or do_sample=false for greedy validation"
+        )
+    for name, top_k in (
+        (_ROLLOUT, config.actor_rollout_ref.rollout.top_k),
+        (f"{_ROLLOUT}.val_kwargs", validation.top_k),
+    ):
+        if top_k == 0:
+            yield f"{name}.top_k=0 leaves no token to sample; set it to 1 or more, or -1 for all"
+
+
+def _run(config: PPOConfig) -> Iterator[str]:
+    trainer, estimator = config.trainer, config.algorithm.adv_estimator
+    if config.critic.enable is False and names.find_adv_estimator(estimator).needs_critic:
+        yield f"critic.enable=false, but algorithm.adv_estimator={estimator} needs a critic; leave critic.enable null"
+    if trainer.critic_warmup and not need_critic(config):
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup}, but algorithm.adv_estimator={estimator} trains no critic,"
+            " so nothing would be trained in those steps; set it to 0"
+        )
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
+    if config.reward.reward_manager.source == "importlib" and not config.reward.reward_manager.module.path:
+        yield "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, a Python file"
+    if bool(config.data.custom_cls.path) != bool(config.data.custom_cls.name):
+        yield "data.custom_cls needs both path (a Python file) and name (a class in it)"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _near(fitting: list[int], wanted: int) -> list[int]:
+    """The three fitting values nearest to the one that was asked for."""
+    return sorted(sorted(fitting, key=lambda size: abs(size - wanted))[:3])
+
+
+def _multiples(step: int, wanted: int) -> list[int]:
+    below = wanted // step * step
+    return [number for number in (below, below + step) if number > 0]
+
+
+def _choices(key: str, values: list[int]) -> str:
+    return f"set {key} to {' or '.join(map(str, values))}"

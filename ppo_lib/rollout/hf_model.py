@@ -1,0 +1,124 @@
+"""Building the transformers model that the `hf` engine decodes with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ppo_lib.config import ActorRolloutRefConfig
+from ppo_lib.errors import ModelError, RolloutError
+from ppo_lib.rollout.attention import register_decode_attention
+
+logger = logging.getLogger(__name__)
+
+_CACHEABLE = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def rollout_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of the engine's weights: `bfloat16` becomes float32 on a CPU without bfloat16 arithmetic."""
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if dtype is torch.bfloat16 and device.type == "cpu" and not cpu_has_bfloat16():
+        logger.warning(
+            "rollout.dtype=bfloat16: this CPU has no bfloat16 arithmetic (avx512_bf16, amx_bf16), where it would be "
+            "many times slower; the rollout holds float32 weights"
+        )
+        return torch.float32
+    return dtype
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices natively."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16mm", " bf16"))
+
+
+def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.device) -> PreTrainedModel:
+    """The model in evaluation mode on `device`.
+
+    With `rollout.load_format=dummy` its weights are whatever lay in memory: they come with the first update, and
+    reading a checkpoint that is then overwritten would be the longest part of a start. The global random state is
+    left alone.
+
+    Raises:
+        ModelError: The model cannot be built from its folder or id.
+        RolloutError: The model's cache cannot hold rows that come and go.
+    """
+    dtype = rollout_dtype(config.rollout.dtype, device)
+    if config.model.external_lib:
+        importlib.import_module(config.model.external_lib)
+    trust = config.model.trust_remote_code
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model.hf_config_path or model_path, trust_remote_code=trust)
+        for key, value in config.model.override_config.items():
+            setattr(hf_config, key, value)
+        _refuse_stateful(hf_config)
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "attn_implementation": _attention(hf_config),
+            "trust_remote_code": trust,
+        }
+        with torch.random.fork_rng(devices=[]):
+            if config.rollout.load_format == "dummy":
+                with _uninitialised():
+                    model = AutoModelForCausalLM.from_config(hf_config, **options)
+                model.tie_weights()
+            else:
+                model = AutoModelForCausalLM.from_pretrained(model_path, config=hf_config, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the rollout engine cannot load the model {model_path}: {error}") from error
+    if getattr(model, "_is_stateful", False):
+        raise _stateful(hf_config)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def end_token_ids(model: PreTrainedModel, model_path: str, tokenizer: Any | None) -> frozenset[int]:
+    """The tokens that end a response of this model: its generation config's, its config's and the tokenizer's."""
+    try:
+        found = [GenerationConfig.from_pretrained(model_path).eos_token_id]
+    except OSError:
+        found = []
+    found += [model.config.get_text_config().eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(i for one in found if one is not None for i in (one if isinstance(one, list) else [one]))
+
+
+def forward_accepts(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's forward has this argument."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _attention(hf_config: Any) -> str:
+    """Ours, unless the scores are capped or have sinks, which scaled_dot_product_attention would leave out."""
+    text = hf_config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None or text.model_type == "gpt_oss":
+        return "eager"
+    return register_decode_attention()
+
+
+def _refuse_stateful(hf_config: Any) -> None:
+    kinds = set(getattr(hf_config.get_text_config(), "layer_types", None) or ())
+    if kinds - _CACHEABLE:
+        raise _stateful(hf_config)
+
+
+def _stateful(hf_config: Any) -> RolloutError:
+    return RolloutError(
+        f"rollout.name=hf cannot decode {hf_config.model_type}: it has layers that keep a running state instead of "
+        "keys and values, and rows could not join or leave"
+    )
+
+
+def _uninitialised() -> Any:
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    return no_init_weights()

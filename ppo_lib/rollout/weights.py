@@ -1,0 +1,176 @@
+"""Named tensors on their way into an engine: packed into buckets, checked on arrival, copied into place.
+
+A bucket is one flat buffer of bytes with a table of names, shapes and dtypes, so that it crosses a process boundary
+as a single out-of-band array and at most one of them exists at a time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ppo_lib.errors import RolloutError
+
+NamedTensor = tuple[str, torch.Tensor]
+_ALIGNMENT = 16  # of each tensor in the buffer, so that any dtype can be viewed in place
+_WORDS = 1024
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in a bucket. `dtype` is the attribute of `torch` that names it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some named tensors in one buffer.
+
+    Args:
+        entries: One per tensor, in order.
+        data: (n,) uint8.
+        checksum: Of names and bytes, made by the sender.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    data: np.ndarray
+    checksum: int
+
+    @classmethod
+    def pack(cls, tensors: Iterable[NamedTensor]) -> WeightBucket:
+        """Copy tensors of any device and dtype into one host buffer."""
+        tensors = list(tensors)
+        entries: list[TensorEntry] = []
+        offset = 0
+        for name, tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            entries.append(
+                TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset, nbytes)
+            )
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        data = torch.zeros(offset, dtype=torch.uint8)
+        for entry, (_, tensor) in zip(entries, tensors, strict=True):
+            _view(data, entry).copy_(tensor.detach())
+        return cls(tuple(entries), data.numpy(), _checksum(entries, data))
+
+    def unpack(self) -> Iterator[NamedTensor]:
+        """The tensors, as views of the buffer: copy them, never keep or write them.
+
+        Raises:
+            RolloutError: The bytes are not those that were packed.
+        """
+        with warnings.catch_warnings():
+            # A buffer that came through a shared store is read-only, and the views are only read.
+            warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
+            data = torch.from_numpy(self.data)
+        if _checksum(self.entries, data) != self.checksum:
+            raise RolloutError(
+                f"a bucket of {len(self.entries)} tensors arrived damaged: its checksum differs from the sender's "
+                f"(first tensor {self.entries[0].name})"
+            )
+        for entry in self.entries:
+            yield entry.name, _view(data, entry)
+
+
+def buckets(named_tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[WeightBucket]:
+    """Pack tensors in order, at most `max_bytes` a bucket; a tensor above that is a bucket of its own."""
+    held: list[NamedTensor] = []
+    size = 0
+    for name, tensor in named_tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if held and size + nbytes > max_bytes:
+            yield WeightBucket.pack(held)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += nbytes
+    if held:
+        yield WeightBucket.pack(held)
+
+
+def _view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """One tensor of a buffer, sharing its memory."""
+    raw = data[entry.offset : entry.offset + entry.nbytes]
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def _checksum(entries: Iterable[TensorEntry], data: torch.Tensor) -> int:
+    """A sum over the buffer's 64-bit words that depends on their places, mixed with the table; 25 ms for 256 MB."""
+    words = data.view(torch.int64)
+    body = words[: len(words) // _WORDS * _WORDS].view(-1, _WORDS)
+    rest = words[body.numel() :]
+    odd = torch.arange(1, 2 * max(_WORDS, len(body)), 2)
+    columns = (body.sum(0) * odd[:_WORDS]).sum()
+    rows = (body[:, :8].sum(1) * odd[: len(body)]).sum()
+    total = int(columns) + int(rows) + int((rest * odd[: len(rest)]).sum())
+    table = zlib.crc32(repr([(e.name, e.shape, e.dtype, e.offset) for e in entries]).encode())
+    return hash((total, table)) & 0x7FFFFFFFFFFFFFFF  # hash() of integers does not depend on the process
+
+
+class WeightReceiver:
+    """Copies arriving tensors into a module's parameters and keeps count of what is still missing.
+
+    A tied weight (one parameter under two names) may arrive under either name or both. Buffers that the module saves
+    are accepted and not required.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        saved = module.state_dict().keys()
+        self._targets: dict[str, torch.Tensor] = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **{name: tensor for name, tensor in module.named_buffers() if name in saved},
+        }
+        aliases: dict[int, set[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), set()).add(name)
+        self._missing = list(aliases.values())
+        self._seen: set[str] = set()
+
+    def take(self, bucket: WeightBucket) -> None:
+        """Copy a bucket in.
+
+        Raises:
+            RolloutError: The bucket is damaged, or a name is unknown or comes twice, or a shape differs.
+        """
+        for name, tensor in bucket.unpack():
+            target = self._targets.get(name)
+            if target is None:
+                near = difflib.get_close_matches(name, self._targets, n=3, cutoff=0.4)
+                raise RolloutError(
+                    f"the weight update holds a tensor {name} that the engine's model does not have"
+                    + (f"; near names: {', '.join(near)}" if near else "")
+                )
+            if name in self._seen:
+                raise RolloutError(f"the weight update holds the tensor {name} twice")
+            if tensor.shape != target.shape:
+                raise RolloutError(
+                    f"the weight update holds {name} with shape {tuple(tensor.shape)}; "
+                    f"the engine's model has {tuple(target.shape)}"
+                )
+            with torch.no_grad():
+                target.copy_(tensor)
+            self._seen.add(name)
+
+    def finish(self) -> None:
+        """Check that nothing is missing.
+
+        Raises:
+            RolloutError: Some parameters did not arrive; the message counts and names them.
+        """
+        missing = sorted(min(names) for names in self._missing if not names & self._seen)
+        if missing:
+            raise RolloutError(
+                f"the weight update brought {len(self._seen)} tensors and left out {len(missing)} of "
+                f"{len(self._missing)} parameters: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+            )

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from protocol import display, wire
 from protocol import tensordict_utils as tu
-from protocol import wire
 from protocol.errors import BatchMismatchError
-from protocol.lineage import LineageEntry, current_stage
-from protocol.merge import MergeOperations, check_one_home
+from protocol.lineage import LineageEntry
+from protocol.merge import MergeOperations
 from protocol.rows import RowOperations
-from protocol.values import object_column, own_copy, require_fields, short
-
-_DTYPES = "__column_dtypes__"  # where to_tensordict keeps the dtypes of typed columns
+from protocol.values import object_column, own_copy, require_fields
 
 
 @dataclass
@@ -34,7 +32,6 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False, repr=False)
 class DataProto(RowOperations, MergeOperations):
     """Rows of tensors (`batch`), rows of Python objects (`non_tensor_batch`) and what holds for all (`meta_info`).
 
@@ -42,28 +39,6 @@ class DataProto(RowOperations, MergeOperations):
     `rename`, `reorder`, `padding` and `to` change the envelope, all or nothing; everything else returns a new one with
     its own `meta_info`. `batch` may be None where there are only object columns.
     """
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-    auto_padding: bool = False  # chunk may add rows of zero weight
-    lineage: tuple[LineageEntry, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.non_tensor_batch = {key: object_column(key, value) for key, value in self.non_tensor_batch.items()}
-        self.check_consistency()
-
-    def check_consistency(self) -> None:
-        """Raise BatchMismatchError unless all fields have the same number of rows and one home each."""
-        if self.batch is not None and not self.batch.batch_size:
-            raise BatchMismatchError("batch has no batch dimension: its batch_size is empty")
-        for key, column in self.non_tensor_batch.items():
-            if not isinstance(column, np.ndarray) or column.ndim != 1:
-                raise BatchMismatchError(f"column {key!r} must be a one-dimensional array, found {short(column)}")
-            if len(column) != len(self):
-                rest = "batch" if self.batch is not None else f"column {next(iter(self.non_tensor_batch))!r}"
-                raise BatchMismatchError(f"column {key!r} has {len(column)} rows, {rest} has {len(self)}")
-        check_one_home(set() if self.batch is None else set(self.batch.keys()), self.non_tensor_batch)
 
     # ---- construction
 
@@ -105,7 +80,7 @@ class DataProto(RowOperations, MergeOperations):
         for key, entry in tu.entries(td):
             home = {NonTensorStack: columns, NonTensorData: meta}.get(type(entry), tensors)
             home[key] = tu.unwrap(entry)
-        dtypes = meta.pop(_DTYPES, {})
+        dtypes = meta.pop(tu.COLUMN_DTYPES, {})
         columns = {k: np.array(v, dtypes[k]) if k in dtypes else object_column(k, v) for k, v in columns.items()}
         batch = None
         if tensors or not columns:
@@ -123,28 +98,21 @@ class DataProto(RowOperations, MergeOperations):
                 raise BatchMismatchError(f"meta_info key {key!r} {why} and cannot stand in a TensorDict")
         for key, column in self.non_tensor_batch.items():
             tu.assign_non_tensor_stack(td, key, column.tolist())
-        dtypes = {key: column.dtype.str for key, column in self.non_tensor_batch.items() if column.dtype != object}
-        return tu.assign_non_tensor(td, **own_copy(self.meta_info), **({_DTYPES: dtypes} if dtypes else {}))
+        dtypes = {key: column.dtype for key, column in self.non_tensor_batch.items() if column.dtype != object}
+        return tu.assign_non_tensor(td, **own_copy(self.meta_info), **({tu.COLUMN_DTYPES: dtypes} if dtypes else {}))
 
     def __reduce__(self) -> tuple[Any, ...]:
         batch = None if self.batch is None else wire.encode_tensordict(self.batch)
         python = wire.encode_values({"columns": self.non_tensor_batch, "meta_info": self.meta_info})
         return _from_wire, (type(self), batch, python, self.auto_padding, tuple(map(tuple, self.lineage)))
 
-    def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None) -> Self:
-        new = type(self)(batch, columns, own_copy(self.meta_info), self.auto_padding, self.lineage)
-        return new._noted(op) if op else new
-
-    def _noted(self, op: str, fields: Sequence[str] = ()) -> Self:
-        self.lineage = (*self.lineage, LineageEntry(current_stage(), op, tuple(fields)))
-        return self
-
     # ---- access
 
-    def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
-        return len(next(iter(self.non_tensor_batch.values()), ()))
+    def __repr__(self) -> str:
+        return display.as_text(self)
+
+    def _repr_html_(self) -> str:
+        return display.as_html(self)
 
     @overload
     def __getitem__(self, item: int) -> DataProtoItem: ...
@@ -164,10 +132,6 @@ class DataProto(RowOperations, MergeOperations):
             {key: column[item] for key, column in self.non_tensor_batch.items()},
             own_copy(self.meta_info),
         )
-
-    def field_names(self) -> set[str]:
-        """Names of all tensors and object columns."""
-        return {*(() if self.batch is None else self.batch.keys()), *self.non_tensor_batch}
 
     def select(
         self,
@@ -206,7 +170,7 @@ class DataProto(RowOperations, MergeOperations):
             self.batch = self.batch.exclude(*batch_keys)
         self.non_tensor_batch = {key: v for key, v in self.non_tensor_batch.items() if key not in columns}
         self.meta_info = {key: value for key, value in self.meta_info.items() if key not in meta}
-        self._noted("pop", [*batch_keys, *columns])
+        self.record("pop", [*batch_keys, *columns])
         return popped
 
     def _found(self, batch: Any, columns: Any, meta: Any) -> tuple[list[str], list[str], list[str]]:
@@ -233,7 +197,7 @@ class DataProto(RowOperations, MergeOperations):
             renamed = {names.get(key, key): entry for key, entry in tu.entries(self.batch)}
             self.batch = TensorDict(renamed, batch_size=self.batch.batch_size, device=self.batch.device)
         self.non_tensor_batch = {names.get(key, key): column for key, column in self.non_tensor_batch.items()}
-        return self._noted("rename", new)
+        return self.record("rename", new)
 
     def to(self, device: str | torch.device) -> Self:
         """Move the tensors to `device` in place. Returns this envelope."""

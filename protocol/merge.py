@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
-from tensordict import TensorDict
 
 from protocol import tensordict_utils as tu
+from protocol.base import Columns
 from protocol.errors import BatchMismatchError
 from protocol.values import concat_columns, deep_equal, first_differing_row, own_copy, short
-
-if TYPE_CHECKING:
-    from typing import Self
 
 COLLECTED = ("metrics", "timing")  # measured anew by every part, so the parts need not agree
 
 
-class MergeOperations:
+class MergeOperations(Columns):
     """Methods of DataProto that bring envelopes together."""
-
-    if TYPE_CHECKING:
-        batch: TensorDict | None
-        non_tensor_batch: dict[str, np.ndarray]
-        meta_info: dict[str, Any]
-        auto_padding: bool
-
-        def __len__(self) -> int: ...
-        def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None) -> Self: ...
-        def _noted(self, op: str, fields: Sequence[str] = ()) -> Self: ...
 
     def union(self, other: Self) -> Self:
         """Add the columns and meta_info of `other`, in place, and return this envelope. Tensors are shared.
@@ -37,8 +24,8 @@ class MergeOperations:
         What stands on both sides must be equal (NaN equals NaN, containers by value). Everything is checked before
         anything changes. Raises BatchMismatchError naming key, shapes and first differing row.
         """
-        both = _has_columns(self) and _has_columns(other)
-        if both and len(self) != len(other):
+        empty = any(side.batch is None and not side.non_tensor_batch for side in (self, other))
+        if len(self) != len(other) and not empty:
             raise BatchMismatchError(f"cannot unite {len(self)} rows with {len(other)}")
         for key in self.non_tensor_batch.keys() & other.non_tensor_batch.keys():
             _check_same_column(key, self.non_tensor_batch[key], other.non_tensor_batch[key])
@@ -48,8 +35,10 @@ class MergeOperations:
                     f"meta_info[{key!r}] is {short(self.meta_info[key])} on one side "
                     f"and {short(other.meta_info[key])} on the other"
                 )
-        check_one_home(_tensor_keys(self) | _tensor_keys(other), {**self.non_tensor_batch, **other.non_tensor_batch})
-        added = sorted((_tensor_keys(other) | other.non_tensor_batch.keys()) - _tensor_keys(self))
+        objects = self.non_tensor_batch.keys() | other.non_tensor_batch.keys()
+        if twice := sorted((self.tensor_keys() | other.tensor_keys()) & objects):
+            raise BatchMismatchError(f"fields {twice} are tensors on one side and object columns on the other")
+        added = sorted(other.field_names() - self.field_names())
         batch = other.batch if self.batch is None else self.batch
         batch = None if batch is None else batch.copy()
         if batch is not None and other.batch is not None:
@@ -57,10 +46,10 @@ class MergeOperations:
         self.batch = batch
         self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
         self.meta_info = {**own_copy(other.meta_info), **self.meta_info}
-        return self._noted("union", added)
+        return self.record("union", added)
 
-    @staticmethod
-    def concat(data: Sequence[MergeOperations]) -> Any:
+    @classmethod
+    def concat(cls, data: Sequence[Self]) -> Self:
         """Rows of all parts under one another, as a new envelope. Columns must be the same in all of them.
 
         Of `meta_info`, "metrics" and "timing" are collected: a key's values from every part, in order, in one list.
@@ -70,9 +59,8 @@ class MergeOperations:
             raise BatchMismatchError("nothing to concatenate: the list of envelopes is empty")
         first = data[0]
         for number, part in enumerate(data):
-            odd = (_tensor_keys(part) ^ _tensor_keys(first)) | (
-                part.non_tensor_batch.keys() ^ first.non_tensor_batch.keys()
-            )
+            odd = part.tensor_keys() ^ first.tensor_keys()
+            odd |= part.non_tensor_batch.keys() ^ first.non_tensor_batch.keys()
             if odd:
                 raise BatchMismatchError(f"part {number} and part 0 differ in fields {sorted(odd)}")
         batches = [part.batch for part in data if part.batch is not None]
@@ -109,12 +97,6 @@ def _collect(into: dict[str, list], key: str, value: Any) -> None:
             into.setdefault(name, []).extend(own_copy(number) if isinstance(number, list) else [own_copy(number)])
 
 
-def check_one_home(tensor_keys: set[str], columns: dict[str, np.ndarray]) -> None:
-    """A field is either a tensor or an object column."""
-    if twice := sorted(tensor_keys & columns.keys()):
-        raise BatchMismatchError(f"fields {twice} stand both in batch and in non_tensor_batch")
-
-
 def _check_same_column(key: str, left: np.ndarray, right: np.ndarray) -> None:
     row = first_differing_row(left, right)
     if row is not None:
@@ -122,11 +104,3 @@ def _check_same_column(key: str, left: np.ndarray, right: np.ndarray) -> None:
             f"{key!r} {left.dtype} {left.shape} stands on both sides and differs first in row {row}: "
             f"{short(left[row])} and {short(right[row])}"
         )
-
-
-def _tensor_keys(data: MergeOperations) -> set[str]:
-    return set() if data.batch is None else set(data.batch.keys())
-
-
-def _has_columns(data: MergeOperations) -> bool:
-    return data.batch is not None or bool(data.non_tensor_batch)

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from protocol import tensordict_utils as tu
+from protocol.base import Columns
 from protocol.errors import BatchMismatchError
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Rows = TypeVar("Rows", bound="RowOperations")
 
 
-class RowOperations:
+class RowOperations(Columns):
     """Methods of DataProto that move whole rows. Everything is built on `_taken`."""
-
-    if TYPE_CHECKING:
-        batch: TensorDict | None
-        non_tensor_batch: dict[str, np.ndarray]
-        auto_padding: bool
-
-        def __len__(self) -> int: ...
-        def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None) -> Self: ...
-        def _noted(self, op: str) -> Self: ...
 
     def _taken(self, rows: torch.Tensor | slice, op: str | None = None) -> Self:
         """Envelope of the rows that `tu.row_index` chose. A slice shares memory, an index copies."""
@@ -59,7 +48,7 @@ class RowOperations:
             )
         moved = self._taken(rows)
         self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
-        self._noted("reorder")
+        self.record("reorder")
 
     def split(self, split_size: int) -> list[Self]:
         """Contiguous parts of `split_size` rows, the last one with what is left. They share the tensors' memory."""
@@ -98,7 +87,7 @@ class RowOperations:
         if padding_size:
             padded = self._padded(torch.full((padding_size,), candidates[padding_candidate]))
             self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
-            self._noted("padding")
+            self.record("padding")
 
     def _padded(self, copies: torch.Tensor) -> Self:
         """Envelope with the rows `copies` appended, marked in `batch["is_padding"]` and without weight."""

@@ -9,7 +9,7 @@ two of them cannot be added; these functions do neither.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from protocol import jagged
 from protocol.errors import BatchMismatchError, FieldMissingError
 from protocol.jagged import nested_tensor_from_tensor_list
-from protocol.values import deep_equal, first_differing_row, short, tensor_equal
+from protocol.values import common_dtype, deep_equal, first_differing_row, short, tensor_equal
 
 __all__ = [
     "assign_non_tensor",
@@ -38,7 +38,12 @@ __all__ = [
     "unpad",
 ]
 
+COLUMN_DTYPES = "__column_dtypes__"
+"""Entry that DataProto.to_tensordict adds where an object column has a dtype of its own: {column: numpy dtype}."""
+
 _MISSING = object()
+_OBJECT = np.dtype(object)
+AnyTensorDict = TypeVar("AnyTensorDict", bound=TensorDictBase)
 _Joined = dict[tuple[int, ...], tuple[list[jagged.Parts], Tensor]]  # ids of offsets -> (what keeps them alive, joined)
 
 
@@ -47,7 +52,7 @@ def entries(td: TensorDictBase) -> Iterator[tuple[str, Any]]:
     return ((key, td.get(key)) for key in td.keys())  # noqa: SIM118 (iterating a TensorDict gives its rows)
 
 
-def assign_non_tensor(td: TensorDictBase, **values: Any) -> TensorDictBase:
+def assign_non_tensor(td: AnyTensorDict, **values: Any) -> AnyTensorDict:
     """Store each value once for the whole TensorDict, lists included, in place. `get` gives it back as it was."""
     for key, value in values.items():
         td.set_non_tensor(key, value)
@@ -69,7 +74,7 @@ def stack_of(rows: Sequence[Any]) -> NonTensorStack:
 def unwrap(entry: Any) -> Any:
     """Tensor as it is, NonTensorStack -> list of rows, NonTensorData -> its value."""
     if isinstance(entry, NonTensorStack):
-        return [row.data for row in entry.tensordicts]
+        return [row.data if isinstance(row, NonTensorData) else row.tolist() for row in entry.tensordicts]
     return entry.data if isinstance(entry, NonTensorData) else entry
 
 
@@ -161,12 +166,26 @@ def concat_tensordict(parts: Sequence[TensorDictBase]) -> TensorDict:
     if not parts:
         raise BatchMismatchError("nothing to concatenate: the list of TensorDicts is empty")
     first = parts[0]
+    keys = _columns(first)
     for number, part in enumerate(parts):
-        if odd := set(part.keys()) ^ set(first.keys()):
+        if odd := set(keys) ^ set(_columns(part)):
             raise BatchMismatchError(f"part {number} and part 0 differ in fields {sorted(map(str, odd))}")
     joined: _Joined = {}
-    source = {key: _concat_entry(str(key), [part.get(key) for part in parts], joined) for key in first.keys()}  # noqa: SIM118
-    return _rebuild(first, source, sum(map(len, parts)))
+    source = {key: _concat_entry(str(key), [part.get(key) for part in parts], joined) for key in keys}
+    whole = _rebuild(first, source, sum(map(len, parts)))
+    stated = [get(part, COLUMN_DTYPES, {}) for part in parts]
+    return _with_dtypes(
+        whole, {key: common_dtype([dtypes.get(key, _OBJECT) for dtypes in stated]) for key in stated[0]}
+    )
+
+
+def _columns(td: TensorDictBase) -> list[Any]:
+    return [key for key in td.keys() if key != COLUMN_DTYPES]  # noqa: SIM118
+
+
+def _with_dtypes(td: TensorDict, dtypes: dict[str, np.dtype]) -> TensorDict:
+    typed = {key: dtype for key, dtype in dtypes.items() if dtype != _OBJECT}
+    return assign_non_tensor(td, **{COLUMN_DTYPES: typed}) if typed else td
 
 
 def _concat_entry(key: str, column: list[Any], joined: _Joined) -> Any:
@@ -216,13 +235,15 @@ def union_tensor_dict(left: TensorDict, right: TensorDictBase) -> TensorDict:
     """
     if left.batch_size != right.batch_size:
         raise BatchMismatchError(f"cannot unite batch sizes {tuple(left.batch_size)} and {tuple(right.batch_size)}")
-    for key, entry in entries(right):
+    added = []
+    for key in _columns(right):
         if key in left.keys():  # noqa: SIM118
-            check_same(str(key), left.get(key), entry)
-    for key, entry in entries(right):
-        if key not in left.keys():  # noqa: SIM118
-            left.set(key, entry)
-    return left
+            check_same(str(key), left.get(key), right.get(key))
+        else:
+            added.append(key)
+    for key in added:
+        left.set(key, right.get(key))
+    return _with_dtypes(left, {**get(right, COLUMN_DTYPES, {}), **get(left, COLUMN_DTYPES, {})})
 
 
 def check_same(key: str, left: Any, right: Any) -> None:

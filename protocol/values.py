@@ -32,12 +32,19 @@ def object_column(name: str, values: Any) -> np.ndarray:
     )
 
 
+def common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """Dtype of columns that stand under one another: their own, the widest of strings, object where they differ.
+
+    numpy's promotion would make 1 a 1.0 or a "1".
+    """
+    kinds = {dtype.kind if dtype.kind in "US" else dtype for dtype in dtypes}
+    return np.result_type(*dtypes) if len(kinds) == 1 else np.dtype(object)
+
+
 def concat_columns(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Columns under one another. Unequal dtypes (other than strings of unequal width) give an object column."""
-    kinds = {column.dtype if column.dtype.kind not in "US" else column.dtype.kind for column in columns}
-    if len(kinds) == 1:
-        return np.concatenate(columns)
-    return np.concatenate([column.astype(object) for column in columns])  # never 1 -> 1.0 or 1 -> "1"
+    """Columns under one another, every entry as it was."""
+    dtype = common_dtype([column.dtype for column in columns])
+    return np.concatenate([column.astype(dtype, copy=False) for column in columns])
 
 
 def deep_equal(left: Any, right: Any) -> bool:

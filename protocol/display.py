@@ -1,0 +1,61 @@
+"""How an envelope shows itself: one line per field, as text and, in a notebook, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from protocol.values import short
+
+if TYPE_CHECKING:
+    from protocol.envelope import DataProto
+
+_HEAD = ("field", "shape", "dtype", "first row")
+_SHOWN = 6  # entries of the first row
+
+
+def as_text(data: DataProto) -> str:
+    """Aligned table of all fields, then meta_info."""
+    lines = [_HEAD, *_fields(data)]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    table = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[3]]) for line in lines]
+    return "\n  ".join(
+        [_title(data), *table, *(f"meta_info[{key!r}] = {short(value)}" for key, value in data.meta_info.items())]
+    )
+
+
+def as_html(data: DataProto) -> str:
+    """The same as an HTML table, escaped."""
+    row = "<tr>{}</tr>".format
+    head = row("".join(f"<th>{cell}</th>" for cell in _HEAD))
+    body = "".join(row("".join(f"<td>{escape(cell)}</td>" for cell in line)) for line in _fields(data))
+    meta = "".join(f"<li>{escape(repr(key))}: {escape(short(value))}</li>" for key, value in data.meta_info.items())
+    return f"<b>{escape(_title(data))}</b><table>{head}{body}</table>" + (f"meta_info<ul>{meta}</ul>" if meta else "")
+
+
+def _title(data: DataProto) -> str:
+    return f"{type(data).__name__} of {len(data)} rows"
+
+
+def _fields(data: DataProto) -> Iterator[tuple[str, str, str, str]]:
+    tensors = [] if data.batch is None else data.batch.items()
+    for key, column in [*tensors, *data.non_tensor_batch.items()]:
+        yield str(key), *_described(column)
+
+
+def _described(column: Any) -> tuple[str, str, str]:
+    shape = ", ".join(str(size) if isinstance(size, int) else "jagged" for size in column.shape)
+    first = column[0] if len(column) else ""
+    if isinstance(column, Tensor):
+        return f"({shape})", str(column.dtype).removeprefix("torch."), _beginning(first) if len(column) else ""
+    return f"({shape})", str(column.dtype), short(first.item() if isinstance(first, np.generic) else first, 40)
+
+
+def _beginning(row: Tensor) -> str:
+    flat = row.detach().flatten()
+    shown = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in flat[:_SHOWN].tolist())
+    return f"[{shown}{', ...' if len(flat) > _SHOWN else ''}]" if row.dim() else shown

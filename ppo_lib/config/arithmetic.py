@@ -115,11 +115,11 @@ def world_size(config: PPOConfig) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def step_arithmetic(config: PPOConfig) -> StepArithmetic:
-    """The numbers of one step of a validated configuration."""
+def step_arithmetic(config: PPOConfig, engine: str | None = None) -> StepArithmetic:
+    """The numbers of one step of a validated configuration; `engine` is what `rollout.name: auto` came to."""
     ranks, rollout = world_size(config), config.actor_rollout_ref.rollout
     prompts = config.data.train_batch_size
-    per_replica = rollout.tensor_model_parallel_size if rollout.name == "sglang" else 1
+    per_replica = rollout.tensor_model_parallel_size if (engine or rollout.name) == "sglang" else 1
     reference = "kept, frozen" if need_reference_policy(config) else "none"
     return StepArithmetic(
         world_size=ranks,

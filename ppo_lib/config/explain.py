@@ -57,7 +57,8 @@ def _near_key(path: Path, root: type[ConfigModel]) -> str:
     for known, _ in walk_fields(root):
         keys.append(dotted(known))
         sections.update(dotted(known[:end]) for end in range(1, len(known)))
-    near = nearest_key(dotted(path), [*keys, *sorted(sections)])
+    around = {dotted(path[:end]) for end in range(1, len(path))}
+    near = nearest_key(dotted(path), [*keys, *sorted(sections - around)])
     return f"; did you mean {near}?" if near else ""
 
 

@@ -26,12 +26,19 @@ def need_reference_policy(config: PPOConfig) -> bool:
 def need_old_log_probs(config: PPOConfig) -> bool:
     """Whether the actor's log-probs are computed before the update.
 
-    With `recompute_old_log_probs: auto` and exactly one optimizer step after each rollout they equal those of the
-    update itself, so the pass is left out, unless the KL in the reward needs them earlier.
+    With `recompute_old_log_probs: auto` and exactly one optimizer step after each rollout, the actor that updates is
+    the actor that would be measured, so the pass is left out, unless something else reads its result: the KL in the
+    reward, the advantage estimator, or (since nobody knows what that reads) an estimator of the user's own.
     """
-    actor = config.actor_rollout_ref.actor
+    actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
     one_step = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
-    return actor.recompute_old_log_probs == "always" or not one_step or config.algorithm.use_kl_in_reward
+    return (
+        actor.recompute_old_log_probs == "always"
+        or not one_step
+        or config.algorithm.use_kl_in_reward
+        or names.is_reference(estimator)
+        or "old_log_probs" in names.find_adv_estimator(estimator).needs
+    )
 
 
 def worker_count(configured: int | None) -> int:

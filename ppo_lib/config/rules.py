@@ -35,31 +35,30 @@ def problems_of(config: PPOConfig) -> list[str]:
 
 
 def _mini_batches(config: PPOConfig, name: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
-    prompts, rollouts = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    mini, ranks = section.ppo_mini_batch_size, world_size(config)
-    key = f"{name}.ppo_mini_batch_size"
-    fitting = [size for size in _divisors(prompts) if size * rollouts % ranks == 0]
-    if not fitting:
-        step = ranks // math.gcd(ranks, rollouts)
-        yield (
-            f"data.train_batch_size={prompts} prompts x {rollouts} rollouts make {prompts * rollouts} rows, which"
-            f" {ranks} ranks cannot share evenly; {_choices('data.train_batch_size', _multiples(step, prompts))}"
-        )
-    elif mini > prompts:
-        yield (
-            f"{key}={mini} prompts is more than data.train_batch_size={prompts}; {_choices(key, _near(fitting, mini))}"
-        )
-    elif prompts % mini:
-        yield (
-            f"data.train_batch_size={prompts} is not a multiple of {key}={mini}; {_choices(key, _near(fitting, mini))}"
-        )
-    elif mini * rollouts % ranks:
-        yield (
-            f"{key}={mini} prompts x {rollouts} rollouts make {mini * rollouts} rows, which {ranks} ranks cannot"
-            f" share evenly; {_choices(key, _near(fitting, mini))}"
-        )
-    else:
+    rollouts, ranks = config.actor_rollout_ref.rollout.n, world_size(config)
+    mini = section.ppo_mini_batch_size
+    problem = _mini_batch_problem(f"{name}.ppo_mini_batch_size", mini, config.data.train_batch_size, rollouts, ranks)
+    if problem is None:
         yield from _micro_batches(name, section, mini * rollouts // ranks)
+    elif section is config.actor_rollout_ref.actor or mini != config.actor_rollout_ref.actor.ppo_mini_batch_size:
+        yield problem  # a critic that follows the actor is wrong for the same reason
+
+
+def _mini_batch_problem(key: str, mini: int, prompts: int, rollouts: int, ranks: int) -> str | None:
+    fitting = [size for size in _divisors(prompts) if size * rollouts % ranks == 0]
+    on_ranks = f"{ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node) cannot share evenly"
+    if not fitting:
+        choices = _choices("data.train_batch_size", _multiples(ranks // math.gcd(ranks, rollouts), prompts))
+        rows = f"{prompts} prompts x {rollouts} rollouts make {prompts * rollouts} rows"
+        return f"data.train_batch_size={rows}, which {on_ranks}; {choices}"
+    choices = _choices(key, _near(fitting, mini))
+    if mini > prompts:
+        return f"{key}={mini} prompts is more than data.train_batch_size={prompts}; {choices}"
+    if prompts % mini:
+        return f"data.train_batch_size={prompts} is not a multiple of {key}={mini}; {choices}"
+    if mini * rollouts % ranks:
+        return f"{key}={mini} prompts x {rollouts} rollouts make {mini * rollouts} rows, which {on_ranks}; {choices}"
+    return None
 
 
 def _micro_batches(name: str, section: ActorConfig | CriticConfig, rows: int) -> Iterator[str]:

@@ -91,7 +91,7 @@ class PromptEncoder:
 
 
 def truncate(ids: list[int], width: int, side: str) -> list[int]:
-    """Cut `ids` to `width`: `left` drops the beginning, `right` the end, `middle` its middle (`width // 2` stay in front)."""
+    """Cut `ids` to `width`: `left` drops the beginning, `right` the end, `middle` keeps both ends (front `width // 2`)."""
     if len(ids) <= width:
         return ids
     if side == "left":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from ppo_lib.errors import ModelError
 
@@ -35,11 +36,12 @@ def build(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf = find_gguf()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     tokenizer.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **_dequantize_options())
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantize_options()
+    )
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = settings.pad_token_id = END_OF_TURN_ID
     model.save_pretrained(folder)
@@ -68,7 +70,7 @@ def verify(folder: Path) -> None:
         )
 
 
-def _dequantize_options() -> dict[str, object]:
+def _dequantize_options() -> dict[str, Any]:
     """Newer transformers keep GGUF weights quantised unless told otherwise, and then cannot save them."""
     import transformers
 

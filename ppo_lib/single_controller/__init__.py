@@ -1,1 +1,73 @@
-"""single_controller."""
+"""How one driver runs many ranks: registered methods, worker groups over Ray or in this process, resource pools.
+
+Importing this package loads neither Ray nor torch; each name loads what it needs on first use. The worker process
+depends on that: it sets its thread counts before anything imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppo_lib.single_controller.colocate import ColocatedWorkers, RayClassWithInitArgs, create_colocated_worker_cls
+    from ppo_lib.single_controller.decorator import Dispatch, Execute, register
+    from ppo_lib.single_controller.dispatch import DispatchContext, DispatchMode, register_dispatch_mode
+    from ppo_lib.single_controller.future import DataProtoFuture
+    from ppo_lib.single_controller.local_group import LocalWorkerGroup
+    from ppo_lib.single_controller.ray_group import RayWorkerGroup
+    from ppo_lib.single_controller.ray_runtime import available_cores, ensure_ray
+    from ppo_lib.single_controller.resource_pool import RayResourcePool, ResourcePoolManager
+    from ppo_lib.single_controller.role import Role
+    from ppo_lib.single_controller.worker import Worker
+    from ppo_lib.single_controller.worker_group import WorkerGroup
+
+_HOME = {
+    "ColocatedWorkers": "colocate",
+    "DataProtoFuture": "future",
+    "Dispatch": "decorator",
+    "DispatchContext": "dispatch",
+    "DispatchMode": "dispatch",
+    "Execute": "decorator",
+    "LocalWorkerGroup": "local_group",
+    "RayClassWithInitArgs": "colocate",
+    "RayResourcePool": "resource_pool",
+    "RayWorkerGroup": "ray_group",
+    "ResourcePoolManager": "resource_pool",
+    "Role": "role",
+    "Worker": "worker",
+    "WorkerGroup": "worker_group",
+    "available_cores": "ray_runtime",
+    "create_colocated_worker_cls": "colocate",
+    "ensure_ray": "ray_runtime",
+    "register": "decorator",
+    "register_dispatch_mode": "dispatch",
+}
+
+__all__ = [
+    "ColocatedWorkers",
+    "DataProtoFuture",
+    "Dispatch",
+    "DispatchContext",
+    "DispatchMode",
+    "Execute",
+    "LocalWorkerGroup",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourcePoolManager",
+    "Role",
+    "Worker",
+    "WorkerGroup",
+    "available_cores",
+    "create_colocated_worker_cls",
+    "ensure_ray",
+    "register",
+    "register_dispatch_mode",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,252 @@
+"""Slots for ranks: Ray placement groups, checked against the cluster before anything waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ppo_lib.errors import ConfigError, WorkerTimeoutError
+from ppo_lib.single_controller.role import Role
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+__all__ = ["RayResourcePool", "ResourcePoolManager"]
+
+READY_TIMEOUT_S = 60.0
+"""How long a placement group may take once the cluster is known to be large enough: others may be giving slots back."""
+
+
+class RayResourcePool:
+    """`sum(process_on_nodes)` slots, `process_on_nodes[i]` of them together on one node.
+
+    A slot is a bundle of one CPU (and one GPU). It is shared by up to `max_colocate_count` processes, each of which
+    takes `cpu_share` and `gpu_share`: the training rank, and for instance the rollout replica on the same device.
+
+    Args:
+        process_on_nodes: ranks per node.
+        use_gpu: whether a slot holds a GPU.
+        max_colocate_count: processes that share a slot.
+        name_prefix: names the pool in messages and in Ray's listings.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: list[int],
+        use_gpu: bool = False,
+        max_colocate_count: int = 2,
+        name_prefix: str = "pool",
+    ) -> None:
+        if not process_on_nodes or any(not isinstance(n, int) or n < 1 for n in process_on_nodes):
+            raise ConfigError(f"resource pool {name_prefix!r}: ranks per node must be positive, got {process_on_nodes}")
+        if max_colocate_count < 1:
+            raise ConfigError(f"resource pool {name_prefix!r}: max_colocate_count is {max_colocate_count}, not >= 1")
+        self.process_on_nodes = list(process_on_nodes)
+        self.use_gpu = use_gpu
+        self.max_colocate_count = max_colocate_count
+        self.name_prefix = name_prefix
+        self._groups: list[PlacementGroup] = []
+        self._users: set[int] = set()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the pool holds."""
+        return sum(self.process_on_nodes)
+
+    @property
+    def cpu_share(self) -> float:
+        """The `num_cpus` of each process in a slot."""
+        return 1 / self.max_colocate_count
+
+    @property
+    def gpu_share(self) -> float:
+        """The `num_gpus` of each process in a slot."""
+        return 1 / self.max_colocate_count if self.use_gpu else 0.0
+
+    def bundle(self, rank: int) -> tuple[PlacementGroup, int]:
+        """The placement group and the bundle in it where `rank` runs. Reserves the pool on first use.
+
+        Raises:
+            ConfigError: the cluster is too small.
+            WorkerTimeoutError: the cluster is large enough but its slots stay taken.
+        """
+        groups = self.placement_groups()
+        for group, size in zip(groups, self.process_on_nodes):
+            if rank < size:
+                return group, rank
+            rank -= size
+        raise ConfigError(f"resource pool {self.name_prefix!r} has {self.world_size} ranks")
+
+    def placement_groups(self) -> list[PlacementGroup]:
+        """One placement group per node, in the order of the ranks, reserved on first use; errors as `bundle`."""
+        if not self._groups:
+            check_cluster([self])
+            self._groups = self._reserve()
+        return self._groups
+
+    def _reserve(self) -> list[PlacementGroup]:
+        from ray.util.placement_group import placement_group
+
+        slot = {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
+        groups = [
+            placement_group([dict(slot)] * size, strategy="STRICT_PACK", name=f"{self.name_prefix}_{node}")
+            for node, size in enumerate(self.process_on_nodes)
+        ]
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        try:
+            for group in groups:
+                if not group.wait(max(0.0, deadline - time.monotonic())):
+                    raise WorkerTimeoutError(
+                        f"resource pool {self.name_prefix!r}: {self._wanted()} were not free within "
+                        f"{READY_TIMEOUT_S:g} s ({_free_and_total()}). Something else holds them: "
+                        f"an earlier trainer that was not shut down, or another job"
+                    )
+        except BaseException:
+            _remove(groups)
+            raise
+        self._finalizer = weakref.finalize(self, _remove, groups)
+        self._finalizer.atexit = False  # Ray gives a driver's slots back when the driver leaves
+        return groups
+
+    def _wanted(self) -> str:
+        kind = "CPU and one GPU" if self.use_gpu else "CPU"
+        return f"{self.process_on_nodes} slots per node, each of one {kind},"
+
+    def acquire(self, user: object) -> None:
+        """Note that `user` runs in these slots."""
+        self._users.add(id(user))
+
+    def release(self, user: object) -> None:
+        """Note that `user` has ended; with the last one the slots are given back."""
+        if id(user) in self._users:
+            self._users.remove(id(user))
+            if not self._users:
+                self.shutdown()
+
+    def shutdown(self) -> None:
+        """Give the slots back. Whatever still runs in them is ended by Ray."""
+        if self._groups:
+            self._groups = []
+            self._finalizer()
+
+
+class ResourcePoolManager:
+    """The pools of a run, and which role lives in which.
+
+    Args:
+        resource_pool_spec: pool name -> ranks per node, such as `{"global_pool": [8, 8]}`.
+        mapping: role -> pool name. Roles of one pool share their processes.
+        device_name: "cuda" gives every rank a GPU, "cpu" none; None goes by whether the Ray cluster has GPUs.
+
+    Raises:
+        ConfigError: a role mapped to a pool that the spec does not have.
+    """
+
+    def __init__(
+        self, resource_pool_spec: Mapping[str, list[int]], mapping: Mapping[Role, str], device_name: str | None = None
+    ) -> None:
+        self.resource_pool_spec = {name: list(sizes) for name, sizes in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        self.device_name = device_name
+        self.resource_pool_dict: dict[str, RayResourcePool] = {}
+        for role, name in self.mapping.items():
+            if name not in self.resource_pool_spec:
+                raise ConfigError(
+                    f"role {role} is mapped to resource pool {name!r}; there are {', '.join(self.resource_pool_spec)}"
+                )
+
+    def create_resource_pool(self) -> dict[str, RayResourcePool]:
+        """Make the pools, once, and check that the Ray cluster can hold all of them. Nothing is reserved yet.
+
+        Raises:
+            ConfigError: the cluster is too small; the message says what is missing and which settings to change.
+        """
+        if not self.resource_pool_dict:
+            use_gpu = self.device_name == "cuda" if self.device_name else _total().get("GPU", 0) > 0
+            pools = {
+                name: RayResourcePool(sizes, use_gpu=use_gpu, name_prefix=name)
+                for name, sizes in self.resource_pool_spec.items()
+            }
+            check_cluster(list(pools.values()))
+            self.resource_pool_dict = pools
+        return self.resource_pool_dict
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        """The pool of a role.
+
+        Raises:
+            ConfigError: the role is mapped to none.
+        """
+        if role not in self.mapping:
+            mapped = ", ".join(map(str, self.mapping))
+            raise ConfigError(f"role {role} is mapped to no resource pool; mapped are {mapped}")
+        return self.create_resource_pool()[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Ranks in all pools together, whether or not they have GPUs."""
+        return sum(sum(sizes) for sizes in self.resource_pool_spec.values())
+
+    def shutdown(self) -> None:
+        """Give all slots back."""
+        for pool in self.resource_pool_dict.values():
+            pool.shutdown()
+
+
+def check_cluster(pools: list[RayResourcePool]) -> None:
+    """Whether the nodes of the running Ray cluster are large enough, in total and one by one.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for resource in ("CPU", "GPU"):
+        asking = [pool for pool in pools if resource == "CPU" or pool.use_gpu]
+        ranks = sum(pool.world_size for pool in asking)
+        total = sum(node.get(resource, 0) for node in nodes)
+        if ranks > total:
+            names = ", ".join(repr(pool.name_prefix) for pool in asking)
+            raise ConfigError(
+                f"resource pools {names} need {ranks} {resource}s, one for each rank; the Ray cluster has {total:g} on "
+                f"{len(nodes)} node(s). {_remedy(resource)}"
+            )
+        largest = max((node.get(resource, 0) for node in nodes), default=0)
+        for pool in asking:
+            if max(pool.process_on_nodes) > largest:
+                raise ConfigError(
+                    f"resource pool {pool.name_prefix!r} wants {max(pool.process_on_nodes)} ranks on one node; the "
+                    f"largest node of the Ray cluster has {largest:g} {resource}s. {_remedy(resource)}"
+                )
+
+
+def _remedy(resource: str) -> str:
+    if resource == "GPU":
+        return "Lower trainer.n_gpus_per_node or trainer.nnodes, or set trainer.device=cpu"
+    return "Lower trainer.n_gpus_per_node or trainer.nnodes, or raise ray_kwargs.ray_init.num_cpus"
+
+
+def _total() -> Mapping[str, float]:
+    import ray
+
+    return ray.cluster_resources()
+
+
+def _free_and_total() -> str:
+    import ray
+
+    free, total = ray.available_resources(), _total()
+    return ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU"))
+
+
+def _remove(groups: list[PlacementGroup]) -> None:
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if ray.is_initialized():
+        for group in groups:
+            with contextlib.suppress(Exception):  # already removed, or of a cluster that is gone
+                remove_placement_group(group)

@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word closest to `word`, if any is close."""
     known = list(known)
     lowered = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[near[0]] if near else None
 
 
@@ -31,4 +31,4 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     same_word = [name for name in known if name.rpartition(".")[2] == last]
     if same_word:
         return nearest(key, same_word) or same_word[0]
-    return nearest(key, known)
+    return nearest(key, known, cutoff=0.8)

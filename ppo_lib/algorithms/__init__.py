@@ -6,25 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppo_lib.algorithms.advantages.gae import compute_gae_advantage_return as compute_gae_advantage_return
-    from ppo_lib.algorithms.advantages.grpo import compute_grpo_advantage as compute_grpo_advantage
-    from ppo_lib.algorithms.aggregate import Denominators as Denominators
-    from ppo_lib.algorithms.aggregate import agg_loss as agg_loss
-    from ppo_lib.algorithms.aggregate import denominators_of as denominators_of
-    from ppo_lib.algorithms.kl import AdaptiveKLController as AdaptiveKLController
-    from ppo_lib.algorithms.kl import FixedKLController as FixedKLController
-    from ppo_lib.algorithms.kl import get_kl_controller as get_kl_controller
-    from ppo_lib.algorithms.kl import kl_penalty as kl_penalty
-    from ppo_lib.algorithms.loss_config import LossConfig as LossConfig
-    from ppo_lib.algorithms.masked import masked_mean as masked_mean
-    from ppo_lib.algorithms.masked import masked_sum as masked_sum
-    from ppo_lib.algorithms.masked import masked_whiten as masked_whiten
-    from ppo_lib.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla as compute_policy_loss_vanilla
-    from ppo_lib.algorithms.registry import get_adv_estimator_fn as get_adv_estimator_fn
-    from ppo_lib.algorithms.registry import get_policy_loss_fn as get_policy_loss_fn
-    from ppo_lib.algorithms.registry import register_adv_est as register_adv_est
-    from ppo_lib.algorithms.registry import register_policy_loss as register_policy_loss
-    from ppo_lib.algorithms.value_loss import compute_value_loss as compute_value_loss
+    from ppo_lib.algorithms.advantages.gae import compute_gae_advantage_return
+    from ppo_lib.algorithms.advantages.grpo import compute_grpo_advantage
+    from ppo_lib.algorithms.aggregate import Denominators, agg_loss, denominators_of
+    from ppo_lib.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
+    from ppo_lib.algorithms.loss_config import LossConfig
+    from ppo_lib.algorithms.masked import masked_mean, masked_sum, masked_whiten
+    from ppo_lib.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
+    from ppo_lib.algorithms.registry import (
+        get_adv_estimator_fn,
+        get_policy_loss_fn,
+        register_adv_est,
+        register_policy_loss,
+    )
+    from ppo_lib.algorithms.value_loss import compute_value_loss
 
 _HOME = {
     "AdaptiveKLController": "kl",
@@ -40,14 +35,34 @@ _HOME = {
     "get_adv_estimator_fn": "registry",
     "get_kl_controller": "kl",
     "get_policy_loss_fn": "registry",
+    "kl_penalty": "kl",
     "masked_mean": "masked",
     "masked_sum": "masked",
     "masked_whiten": "masked",
-    "kl_penalty": "kl",
     "register_adv_est": "registry",
     "register_policy_loss": "registry",
 }
-__all__ = [*_HOME]
+__all__ = [
+    "AdaptiveKLController",
+    "Denominators",
+    "FixedKLController",
+    "LossConfig",
+    "agg_loss",
+    "compute_gae_advantage_return",
+    "compute_grpo_advantage",
+    "compute_policy_loss_vanilla",
+    "compute_value_loss",
+    "denominators_of",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "masked_mean",
+    "masked_sum",
+    "masked_whiten",
+    "register_adv_est",
+    "register_policy_loss",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_lib.trainer.majority import win_probabilities
-from protocol import DataProto
+from protocol import DataProto, FieldMissingError
 
 # ---------------------------------------------------------------- a training step
 
@@ -42,7 +42,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool | None = None) -> di
     returns = rows["returns"][policy_token]
     metrics |= _mean_max_min("critic/advantages", rows["advantages"][policy_token])
     metrics |= _mean_max_min("critic/returns", returns)
-    if use_critic or (use_critic is None and batch.batch.get("values", None) is not None):
+    if use_critic or (use_critic is None and "values" in rows.fields):
         values = rows["values"][policy_token]
         metrics |= _mean_max_min("critic/values", values)
         if len(values) > 1:
@@ -94,16 +94,18 @@ class _RealRows:
     """The rows of a batch that are not padding; `rows[field]` selects them."""
 
     def __init__(self, batch: DataProto) -> None:
-        self._batch = batch.batch
-        padding = batch.batch.get("is_padding", None)
-        self.real = torch.ones(len(batch), dtype=torch.bool) if padding is None else ~padding
-        width = batch.batch["response_mask"].shape[1]
+        self._tensors = {} if batch.batch is None else dict(batch.batch.items())
+        self.fields = self._tensors.keys()
+        self.real = ~self._tensors.get("is_padding", torch.zeros(len(batch), dtype=torch.bool))
         attended = self["attention_mask"].bool()
+        width = self["response_mask"].shape[1]
         self.prompt_lengths = attended[:, :-width].sum(dim=1)
         self.response_lengths = attended[:, -width:].sum(dim=1)
 
     def __getitem__(self, field: str) -> Tensor:
-        return self._batch[field][self.real]
+        if field not in self._tensors:
+            raise FieldMissingError(f"the metrics of a step need {field!r}; the batch has {', '.join(self.fields)}")
+        return self._tensors[field][self.real]
 
 
 def _mean(x: Tensor) -> float:

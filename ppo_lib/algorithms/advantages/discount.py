@@ -23,12 +23,13 @@ def discounted_sum_to_go(x: Tensor, decay: float) -> Tensor:
         (B, R) float32.
     """
     rows, width = x.shape
-    blocks = pad(x, (0, -width % _BLOCK)).view(rows, -1, _BLOCK)  # (B, R / 64, 64)
+    count = -(-width // _BLOCK)
+    blocks = pad(x, (0, -width % _BLOCK)).view(rows, count, _BLOCK)
     step = torch.arange(_BLOCK, device=x.device)
     distance = step[:, None] - step  # (64, 64), from token (row) back to the token that looks ahead (column)
     powers = torch.where(distance >= 0, torch.tensor(decay, dtype=x.dtype, device=x.device) ** distance.clamp(min=0), 0)
     sums = blocks @ powers
     to_next_block = powers[-1] * decay  # decay ** (64 - t)
-    for block in reversed(range(sums.shape[1] - 1)):
+    for block in reversed(range(count - 1)):
         sums[:, block] += sums[:, block + 1, :1] * to_next_block
-    return sums.view(rows, -1)[:, :width]
+    return sums.view(rows, count * _BLOCK)[:, :width]

@@ -40,7 +40,7 @@ def compute_gae_advantage_return(
     check_same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
     kept = response_mask.bool()
     column = _column_among_policy_tokens(kept)
-    deltas, values = _pack(token_level_rewards, kept, column), _pack(values, kept, column)
+    deltas, values = _pack(token_level_rewards.float(), kept, column), _pack(values.float(), kept, column)
     deltas[:, :-1] += gamma * values[:, 1:]
     deltas -= values
     advantages = discounted_sum_to_go(deltas, gamma * lam)

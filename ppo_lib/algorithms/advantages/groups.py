@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class Groups:
     @classmethod
     def of(cls, token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Any]) -> Groups:
         """Sum the rewards (B, R) of each row over its policy tokens, and group rows by `index` (B,), any hashables."""
-        keys = index.tolist() if hasattr(index, "tolist") else list(index)
+        keys = index.tolist() if isinstance(index, (np.ndarray, Tensor)) else list(index)
         if len(keys) != len(response_mask):
             raise BatchMismatchError(f"index has {len(keys)} entries for {len(response_mask)} rows")
         numbers: dict[Any, int] = {}

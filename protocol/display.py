@@ -49,7 +49,7 @@ def _fields(data: DataProto) -> Iterator[tuple[str, str, str, str]]:
 
 def _described(column: Any) -> tuple[str, str, str]:
     shape = ", ".join(str(size) if isinstance(size, int) else "jagged" for size in column.shape)
-    first = column[0] if len(column) else ""
+    first: Any = column[0] if len(column) else ""
     if isinstance(column, Tensor):
         return f"({shape})", str(column.dtype).removeprefix("torch."), _beginning(first) if len(column) else ""
     return f"({shape})", str(column.dtype), short(first.item() if isinstance(first, np.generic) else first, 40)

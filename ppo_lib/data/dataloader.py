@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ppo_lib.data.collate import collate_fn as default_collate_fn
 from ppo_lib.errors import DataError
@@ -163,7 +163,7 @@ class _Batches:
             yield batch
 
 
-class _Fetched:
+class _Fetched(Dataset):
     """Items or, where one cannot be made, the error: raised in a worker it would arrive as a printed traceback."""
 
     def __init__(self, dataset: Any):

@@ -144,12 +144,13 @@ class RLHFDataset(Dataset):
             if isinstance(length, DataError):
                 raise self._bad(number, str(length)) from length
             lengths[number] = length
+        longest = max(lengths.values())
         overlong = [number for number in kept if lengths[number] > limit]
         if overlong and not self.config.filter_overlong_prompts:
             raise self._bad(
                 overlong[0],
                 f"has {lengths[overlong[0]]} tokens, more than data.max_prompt_length={limit} ({len(overlong)} of "
-                f"{len(kept)} prompts are too long, the longest has {max(lengths.values())} tokens); raise it, set "
+                f"{len(kept)} prompts are too long, the longest has {longest} tokens); raise it, set "
                 "data.filter_overlong_prompts=true to leave them out, or data.truncation=left|right|middle to cut them",
             )
         self.num_filtered = len(overlong)
@@ -157,12 +158,12 @@ class RLHFDataset(Dataset):
         if len(overlong) == len(kept):
             raise DataError(
                 f"{files}: all {len(kept)} prompts are longer than data.max_prompt_length={limit} tokens (from "
-                f"{min(lengths.values())} to {max(lengths.values())}), so filtering leaves none; raise data.max_prompt_length."
+                f"{min(lengths.values())} to {longest}), so filtering leaves none; raise data.max_prompt_length."
             )
         if overlong:
             logger.warning(
                 "%s: left out %d of %d prompts, longer than data.max_prompt_length=%d tokens (the longest has %d)",
-                *(files, len(overlong), len(kept), limit, max(lengths.values())),
+                *(files, len(overlong), len(kept), limit, longest),
             )
         return [number for number in kept if lengths[number] <= limit]
 

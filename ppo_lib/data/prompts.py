@@ -91,7 +91,7 @@ class PromptEncoder:
 
 
 def truncate(ids: list[int], width: int, side: str) -> list[int]:
-    """Cut `ids` to `width`: `left` drops the beginning, `right` the end, `middle` keeps both ends (front `width // 2`)."""
+    """Cut `ids` to `width`: `left` drops the beginning, `right` the end, `middle` keeps `width // 2` and the end."""
     if len(ids) <= width:
         return ids
     if side == "left":

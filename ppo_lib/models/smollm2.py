@@ -38,6 +38,7 @@ def build(folder: Path) -> None:
     gguf = find_gguf()
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    tokenizer.clean_up_tokenization_spaces = False  # decode exactly, without a warning each time
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantize_options()

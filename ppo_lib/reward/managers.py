@@ -62,7 +62,7 @@ def decode_response(tokenizer: Any, response_ids: Sequence[int]) -> str:
     ids = list(response_ids)
     while ids and ids[-1] in special:
         ids.pop()
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def create_manager(config: Any, tokenizer: Any, scorer: Scorer) -> RewardManager:

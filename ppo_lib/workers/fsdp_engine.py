@@ -1,0 +1,258 @@
+"""One model sharded over the ranks with FSDP2: forward passes, accumulated gradients, optimizer steps, full tensors.
+
+Gradients are summed over ranks, not averaged: the driver sends denominators that count all ranks, so each rank's loss
+is already its contribution to the whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ppo_lib.workers.optim import LearningRate, build_optimizer
+from ppo_lib.workers.precision import Precision
+
+__all__ = ["FSDPEngine", "StepReport", "full_tensor", "local_tensor", "shard_module"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did; `skipped` where the gradient was not finite."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def shard_module(
+    module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: Any, precision: Precision
+) -> None:
+    """Shard in place: every block (decoder layer) by itself, the rest with the root.
+
+    Args:
+        module: the root; its forward must touch every parameter that it uses.
+        blocks: submodules gathered one at a time.
+        mesh: of `build_mesh`.
+        config: an `fsdp_config` section.
+        precision: what the arithmetic runs in.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=torch.float32)
+        if precision.param_dtype is not None
+        else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy()
+        if config.offload_policy and precision.device_type != "cpu"
+        else OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    for unit in _units(module):
+        if mesh.size() > 1:
+            unit.set_gradient_divide_factor(1.0)  # at one rank this would only cost a copy
+    if config.forward_prefetch:
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor; a collective. On one rank it may share the tensor's memory."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _units(module: nn.Module) -> list[FSDPModule]:
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+class FSDPEngine:
+    """Owns a sharded module and, where it is trained, its optimizer.
+
+    Args:
+        module: already sharded with `shard_module`.
+        config: an `fsdp_config` section.
+        device: where it computes.
+        mesh: over which it is sharded.
+        precision: what the arithmetic runs in.
+        optim: an `optim` section; None for a frozen model.
+        total_optimizer_steps: of the whole run, for the schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: Any,
+        device: torch.device,
+        mesh: DeviceMesh,
+        precision: Precision,
+        optim: Any = None,
+        total_optimizer_steps: int = 0,
+    ) -> None:
+        self.module, self.config, self.device, self.mesh, self.precision = module, config, device, mesh, precision
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer_steps = 0
+        """Optimizer steps attempted so far; the schedule's clock."""
+        if optim is None:
+            module.requires_grad_(False)
+        else:
+            self.learning_rate = LearningRate.from_config(optim, total_optimizer_steps)
+            self.max_grad_norm = optim.clip_grad or math.inf
+            self.optimizer = build_optimizer([p for p in module.parameters() if p.requires_grad], optim)
+        self._offload_params = self._on_cuda_only("param_offload")
+        self._offload_optimizer = self._on_cuda_only("optimizer_offload")
+        self._on_cuda_only("offload_policy")
+        if self._offload_params:
+            self._move_params("cpu")
+
+    def _on_cuda_only(self, key: str) -> bool:
+        wanted = bool(getattr(self.config, key, False))
+        if wanted and self.device.type == "cpu" and dist.get_rank() == 0:
+            logger.warning("%s changes nothing on a CPU: the memory it would free is the one it would move to", key)
+        return wanted and self.device.type != "cpu"
+
+    # ---------------------------------------------------------------------------------------------- computing
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The module, ready for forward passes without gradient."""
+        with self.resident():
+            self.module.eval()
+            try:
+                with torch.no_grad(), self.precision.autocast():
+                    yield self.module
+            finally:
+                # Without a backward pass nothing else frees the gathered root, and a saved optimizer state would
+                # then be looked up under the wrong parameters.
+                for unit in _units(self.module):
+                    unit.reshard()
+
+    @contextmanager
+    def training(self) -> Iterator[nn.Module]:
+        """The module, ready for forward and backward passes and `step`."""
+        with self.resident(optimizer=True):
+            self.module.train()
+            yield self.module
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add this micro-batch's gradient; `last` is the mini-batch's last, after which `step` is called."""
+        root: Any = self.module
+        if self.config.use_no_sync_for_gradient_accumulation:
+            root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        if not self.config.reshard_after_forward:
+            root.set_reshard_after_backward(last)  # gathered once a mini-batch instead of once a micro-batch
+        loss.backward()
+
+    def step(self, apply: bool = True) -> StepReport:
+        """Clip the accumulated gradient, step the optimizer, clear the gradient.
+
+        Without `apply` only the clock advances and the gradient is cleared: Adam would move on its moments and its
+        weight decay alone.
+
+        A gradient that is not finite would destroy the parameters and the optimizer's moments: the step is left out.
+        The schedule's clock advances all the same, so that the learning rate depends on the step alone.
+        """
+        assert self.optimizer is not None
+        lr = self.learning_rate.at(self.optimizer_steps)
+        gradients = [local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
+        norm = self._norm(gradients)
+        finite = math.isfinite(norm)
+        if finite and apply:
+            if norm > self.max_grad_norm:
+                torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        return StepReport(norm, lr, skipped=not finite)
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        """The norm over all ranks. Replicas hold equal gradients, so the sum runs over one shard group."""
+        squares = torch.nn.utils.get_total_norm(gradients).double().square().to(self.device)
+        if self.mesh.size() > 1:
+            dist.all_reduce(squares, group=self.mesh.get_group("shard"))
+        return squares.sqrt().item()
+
+    # ------------------------------------------------------------------------------------------------- memory
+
+    @contextmanager
+    def resident(self, optimizer: bool = False) -> Iterator[None]:
+        """Bring offloaded parameters (and optimizer states) to the device for as long as the context lasts."""
+        if self._offload_params:
+            self._move_params(self.device)
+        if self._offload_optimizer and optimizer:
+            self._move_optimizer(self.device)
+        try:
+            yield
+        finally:
+            if self._offload_params:
+                self._move_params("cpu")
+            if self._offload_optimizer and optimizer:
+                self._move_optimizer("cpu")
+
+    def _move_params(self, device: torch.device | str) -> None:
+        self.module.to(device)
+        torch.cuda.empty_cache()
+
+    def _move_optimizer(self, device: torch.device | str) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[name] = value.to(device)
+        torch.cuda.empty_cache()
+
+    # --------------------------------------------------------------------------------------------- parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Sharded parameters under the names that the model's own files use; tied ones once."""
+        for name, parameter in self.module.named_parameters():
+            yield name.removeprefix("model."), parameter
+
+    def named_persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers that belong to the model's files; most families have none."""
+        held = self.module.state_dict(keep_vars=True)
+        for name, buffer in self.module.named_buffers():
+            if name in held:
+                yield name.removeprefix("model."), buffer
+
+    def named_full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the model's files, whole, one at a time; a collective on each step.
+
+        Args:
+            dtype: cast floating-point tensors to it; None leaves them in the stored type.
+
+        Yields:
+            (name, tensor). On one rank a tensor may share memory with the parameter: copy what is to be kept.
+        """
+        with self.resident(), torch.no_grad():
+            for name, parameter in self.named_parameters():
+                yield name, _cast(full_tensor(parameter.detach()), dtype)
+            for name, buffer in self.named_persistent_buffers():
+                yield name, _cast(buffer.detach(), dtype)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

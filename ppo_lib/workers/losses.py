@@ -1,0 +1,79 @@
+"""The losses of actor and critic as functions of (b, r) matrices, closed over their configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ppo_lib.algorithms import (
+    Denominators,
+    LossConfig,
+    agg_loss,
+    compute_value_loss,
+    get_policy_loss_fn,
+    kl_penalty,
+)
+from ppo_lib.workers.training_worker import LossFunction
+
+__all__ = ["policy_loss", "value_loss"]
+
+
+def policy_loss(actor: Any) -> LossFunction:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference, as an `actor` section says.
+
+    Columns: `advantages`, and where present `old_log_probs` (absent: the log-probabilities now, which is what they are
+    when one step follows a rollout), `ref_log_prob` (needed with `use_kl_loss`), `rollout_is_weights`.
+    """
+    policy_loss_fn = get_policy_loss_fn(actor.policy_loss.loss_mode)
+    mode = actor.loss_agg_mode
+
+    def loss_fn(
+        outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        log_probs, mask = outputs["log_probs"], given["response_mask"]
+        old_log_probs = given["old_log_probs"] if "old_log_probs" in given else log_probs.detach()
+        loss, metrics = policy_loss_fn(
+            old_log_probs,
+            log_probs,
+            given["advantages"],
+            mask,
+            mode,
+            LossConfig.from_actor(actor, denominators),
+            given.get("rollout_is_weights"),
+        )
+        metrics = {"pg_loss": loss.detach(), **metrics}
+        if "entropys" in outputs:
+            entropy = agg_loss(outputs["entropys"], mask, mode, denominators)
+            metrics["entropy"] = entropy.detach()
+            if actor.entropy_coeff:
+                loss = loss - actor.entropy_coeff * entropy
+        if actor.use_kl_loss:
+            kl = agg_loss(
+                kl_penalty(log_probs, given["ref_log_prob"], actor.kl_loss_type, mask), mask, mode, denominators
+            )
+            metrics["kl_loss"] = kl.detach()
+            loss = loss + actor.kl_loss_coef * kl
+        return loss, metrics
+
+    return loss_fn
+
+
+def value_loss(critic: Any) -> LossFunction:
+    """The clipped value loss of a `critic` section. Columns: `values`, `returns`."""
+
+    def loss_fn(
+        outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = compute_value_loss(
+            outputs["values"],
+            given["returns"],
+            given["values"],
+            given["response_mask"],
+            critic.cliprange_value,
+            critic.loss_agg_mode,
+            denominators,
+        )
+        return loss, {"vf_loss": loss.detach(), **metrics}
+
+    return loss_fn

@@ -1,0 +1,182 @@
+"""What every model on a rank does: compute numbers for a batch of rows, and take optimizer steps on its mini-batches.
+
+Both work on packed micro-batches and give results that do not depend on how the rows were divided, over micro-batches
+or over ranks: a loss is a sum of contributions, each already divided by the denominators of its whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+
+from ppo_lib.algorithms import Denominators
+from ppo_lib.errors import BatchMismatchError
+from ppo_lib.workers.fsdp_engine import FSDPEngine, StepReport
+from ppo_lib.workers.metrics import StepMetrics
+from ppo_lib.workers.packing import JaggedRows, MicroBatching, PackedRows, filler_rows, pack_rows, plan_micro_batches
+
+__all__ = ["Forward", "LossFunction", "TrainingWorker"]
+
+Forward: TypeAlias = "Callable[[nn.Module, PackedRows], dict[str, torch.Tensor]]"
+"""(root module, packed rows) -> flat (M) results for their response tokens."""
+LossFunction: TypeAlias = (
+    "Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators], "
+    "tuple[torch.Tensor, dict[str, torch.Tensor]]]"
+)
+"""(outputs (b, r), columns (b, r), denominators) -> (loss, metrics), all contributions to their mini-batch."""
+
+
+class TrainingWorker:
+    """Runs one engine over batches of jagged rows."""
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        """Work with this engine; what a call computes and how large its micro-batches are comes with the call."""
+        self.engine = engine
+
+    # --------------------------------------------------------------------------------------------------- inference
+
+    def infer_batch(self, data: TensorDict, forward: Forward, size: MicroBatching) -> TensorDict:
+        """Compute response columns without gradient.
+
+        Args:
+            data: jagged rows, see `JaggedRows`.
+            forward: what to compute.
+            size: bound of a micro-batch.
+
+        Returns:
+            A TensorDict of the same rows: each result of `forward` as jagged (B, r_i) float32 on the CPU.
+        """
+        batch = JaggedRows(data)
+        plan = self._plan([list(range(len(batch)))], batch, size)[0]
+        flat: dict[str, torch.Tensor] = {}
+        with self.engine.inference() as module:
+            for rows in plan:
+                packed = pack_rows(batch, rows, self.engine.device) if rows else filler_rows(self.engine.device)
+                for name, values in forward(module, packed).items():
+                    if name not in flat:
+                        flat[name] = torch.zeros(int(batch.response_offsets[-1]), dtype=torch.float32)
+                    if rows:
+                        flat[name].index_copy_(0, packed.flat_index, values.float().cpu())
+        columns = {name: batch.as_jagged(values) for name, values in flat.items()}
+        return TensorDict(columns, batch_size=[len(batch)])
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def train(
+        self,
+        data: TensorDict,
+        forward: Forward,
+        loss_fn: LossFunction,
+        columns: list[str],
+        size: MicroBatching,
+        *,
+        horizon: float | None,
+        epochs: int = 1,
+        shuffle_seed: int | None = None,
+    ) -> StepMetrics:
+        """Visit every mini-batch once an epoch, one optimizer step each.
+
+        Args:
+            data: jagged rows with `response_mask`, `mini_batch` (B) and the non-tensors `mini_batch_num_tokens` and
+                `mini_batch_num_seqs`, which count over all ranks. A rank may hold any part of a mini-batch, also none.
+            forward: what the loss needs from the model.
+            loss_fn: the loss of a micro-batch, as its contribution to the mini-batch.
+            columns: response columns the loss needs besides `response_mask`.
+            size: bound of a micro-batch.
+            horizon: constant length that `seq-mean-token-sum-norm` divides by.
+            epochs: passes over the mini-batches.
+            shuffle_seed: visit them in an order drawn from this seed, anew each epoch; None in ascending order.
+
+        Returns:
+            The loss's metrics and `grad_norm` averaged over the steps, `lr` of the last one, and how many steps were
+            left out because their gradient was not finite (`nonfinite_grad_steps`).
+        """
+        batch = JaggedRows(data)
+        flat = {name: batch.column(name) for name in ["response_mask", *columns]}
+        tokens: list[float] = batch.need("mini_batch_num_tokens")
+        seqs: list[float] = batch.need("mini_batch_num_seqs")
+        members = _members(batch, batch.need("mini_batch").tolist(), len(tokens), flat["response_mask"])
+        plans = self._plan(members, batch, size)
+
+        metrics = StepMetrics()
+        generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
+        with self.engine.training() as module:
+            for _ in range(epochs):
+                order = range(len(plans)) if generator is None else torch.randperm(len(plans), generator=generator)
+                for k in map(int, order):
+                    denominators = Denominators(tokens[k], seqs[k], horizon)
+                    contributions, report = self.train_mini_batch(
+                        module, batch, plans[k], flat, forward, loss_fn, denominators
+                    )
+                    metrics.mean({**contributions, "grad_norm": report.grad_norm})
+                    metrics.last({"lr": report.lr})
+                    metrics.sum({"nonfinite_grad_steps": float(report.skipped)})
+        return metrics
+
+    def train_mini_batch(
+        self,
+        module: nn.Module,
+        batch: JaggedRows,
+        plan: list[list[int]],
+        flat: dict[str, torch.Tensor],
+        forward: Forward,
+        loss_fn: LossFunction,
+        denominators: Denominators,
+    ) -> tuple[dict[str, float], StepReport]:
+        """One optimizer step; the metrics it returns are those of the whole mini-batch, over all ranks."""
+        engine = self.engine
+        total: dict[str, torch.Tensor] = {}
+        for index, rows in enumerate(plan):
+            packed = pack_rows(batch, rows, engine.device) if rows else filler_rows(engine.device)
+            with engine.precision.autocast():
+                outputs = forward(module, packed)
+            # (b, r) each; a filler's columns are all zero, its mask too, so that it contributes an exact zero
+            padded = {name: packed.to_rows(values) for name, values in outputs.items()}
+            given = {name: packed.gather(values) if rows else _blank(packed, values) for name, values in flat.items()}
+            loss, metrics = loss_fn(padded, given, denominators)
+            engine.backward(loss, last=index == len(plan) - 1)
+            for name, value in metrics.items():
+                total[name] = total[name] + value.detach() if name in total else value.detach()
+        return self._over_ranks(total), engine.step(apply=denominators.num_tokens > 0)
+
+    def _over_ranks(self, contributions: dict[str, torch.Tensor]) -> dict[str, float]:
+        names = sorted(contributions)
+        stacked = torch.stack([contributions[name].double() for name in names])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(stacked)
+        return dict(zip(names, stacked.tolist()))
+
+    def _plan(self, groups: list[list[int]], batch: JaggedRows, size: MicroBatching) -> list[list[list[int]]]:
+        """Micro-batches of each group of rows, equally many on every rank: their collectives must meet."""
+        own = [plan_micro_batches([batch.lengths[row] for row in rows], size) for rows in groups]
+        counts = torch.tensor([max(1, len(plan)) for plan in own], device=self.engine.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        plans = []
+        for rows, plan, count in zip(groups, own, counts.tolist()):
+            if len(plan) < count:
+                plan = plan_micro_batches([batch.lengths[row] for row in rows], size, at_least=count)
+            plans.append([[rows[i] for i in micro] for micro in plan])
+        return plans
+
+
+def _members(batch: JaggedRows, mini_batch: list[int], count: int, mask: torch.Tensor) -> list[list[int]]:
+    """Rows of each mini-batch; those without a single token that counts are left out, they cannot change anything."""
+    members: list[list[int]] = [[] for _ in range(count)]
+    before = torch.nn.functional.pad(mask.ne(0).cumsum(0), (1, 0))  # tokens that count before each position
+    kept = before[batch.response_offsets].diff().tolist()
+    for row, k in enumerate(mini_batch):
+        if not 0 <= k < count:
+            raise BatchMismatchError(f"row {row} is in mini-batch {k}, but there are denominators for {count}")
+        if kept[row]:
+            members[k].append(row)
+    return members
+
+
+def _blank(packed: PackedRows, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, *packed.response_lens, dtype=like.dtype, device=packed.labels.device)

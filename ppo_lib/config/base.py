@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
@@ -30,13 +30,20 @@ class ConfigModel(BaseModel):
         return value
 
 
+def _alternatives(annotation: Any) -> set[Any]:
+    """The plain types that an annotation names, under any `Annotated` and `|`."""
+    inner = get_args(annotation)
+    if not inner or get_origin(annotation) in (Literal, tuple, dict):
+        return {annotation}
+    return {plain for each in inner if isinstance(each, type) or get_args(each) for plain in _alternatives(each)}
+
+
 def _accepts_bool(annotation: Any) -> bool:
-    return annotation in (bool, Any) or bool in get_args(annotation)
+    return bool(_alternatives(annotation) & {bool, Any})
 
 
 def _kind(annotation: Any) -> str:
-    kinds = {annotation, *get_args(annotation)}
-    return "number" if kinds & {int, float} else "value other than true or false"
+    return "number" if _alternatives(annotation) & {int, float} else "value other than true or false"
 
 
 def follow(reference: str, default: Any, **kwargs: Any) -> Any:

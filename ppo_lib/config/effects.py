@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ppo_lib.algorithms import names
 from ppo_lib.config.arithmetic import uses_token_cap
 from ppo_lib.config.needs import need_critic, need_reference_policy
-from ppo_lib.config.references import fields_of
-from ppo_lib.config.tree import Path, dotted
+from ppo_lib.config.tree import Path, copy, dotted
 
 if TYPE_CHECKING:
     from ppo_lib.config.actor import ActorConfig
@@ -41,10 +40,13 @@ Row = tuple[str, bool, str]
 """A key (or, with a dot at its end, a section), whether it is without effect here, and why."""
 
 
-def notices_on(config: PPOConfig, typed: Iterable[Path]) -> list[str]:
-    """One line for each typed key that has no effect beside the others, and for each choice that teaches nothing."""
+def notices_on(config: PPOConfig, typed: Mapping[Path, Any]) -> list[str]:
+    """One line for each typed key that has no effect beside the others, and for each choice that teaches nothing.
+
+    `typed` gives each key the value it would have had anyway: a key that was typed with that value asks for nothing.
+    """
     notices = []
-    changed = {dotted(path) for path in typed if _differs_from_default(config, path)}
+    changed = {dotted(path) for path, otherwise in typed.items() if copy(_value(config, path)) != copy(otherwise)}
     for name, applies, why in _rows(config):
         keys = [key for key in sorted(changed) if key == name or (name.endswith(".") and key.startswith(name))]
         if keys and applies:
@@ -58,11 +60,11 @@ def notices_on(config: PPOConfig, typed: Iterable[Path]) -> list[str]:
     return notices
 
 
-def _differs_from_default(config: PPOConfig, path: Path) -> bool:
-    value: object = config
+def _value(config: PPOConfig, path: Path) -> Any:
+    value: Any = config
     for name in path:
         value = getattr(value, name)
-    return value != fields_of(type(config))[path].get_default(call_default_factory=True)
+    return value
 
 
 def _rows(config: PPOConfig) -> Iterator[Row]:

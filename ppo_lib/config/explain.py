@@ -28,8 +28,10 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, root: type[ConfigModel], sources: Sources) -> str:
-    """All problems, one a line."""
-    return "\n".join(_sentence(problem, root, sources) for problem in error.errors())
+    """All problems, one a line; a key that follows a wrong one is not mentioned again."""
+    problems = error.errors()
+    written = [problem for problem in problems if tuple(map(str, problem["loc"])) not in sources.following]
+    return "\n".join(_sentence(problem, root, sources) for problem in written or problems)
 
 
 def _sentence(problem: Any, root: type[ConfigModel], sources: Sources) -> str:

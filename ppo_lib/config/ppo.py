@@ -65,6 +65,10 @@ class PPOConfig(ConfigModel):
         """One line for each key that was renamed, is ignored, or has no effect beside the others."""
         return self._notices
 
+    def __eq__(self, other: object) -> bool:
+        """Whether every key is the same; by what names they were typed does not matter."""
+        return isinstance(other, PPOConfig) and self.to_dict() == other.to_dict()
+
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, as plain dictionaries and lists; validates to an equal configuration."""
         return copy(self.model_dump(mode="python"))
@@ -74,8 +78,8 @@ class PPOConfig(ConfigModel):
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
-def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], set[Path], list[str]]:
-    """What the models validate, the keys that were typed, and a line for each that has another name or none."""
+def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], dict[Path, Any], list[str]]:
+    """What the models validate; each typed key with the value it would have had anyway; a line for each foreign key."""
     tree = copy(tree)
     for section in sections_of(PPOConfig):
         if get(tree, section) is None:  # `critic:` with nothing under it
@@ -88,5 +92,6 @@ def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], se
     tree = Resolver(tree, PPOConfig).expanded()
     notices += compat.retire(tree, sources, acts, Resolver(tree, PPOConfig).look_up)
     typed = {path[:end] for path, _ in leaves(tree) for end in range(1, len(path) + 1)} & fields_of(PPOConfig).keys()
-    Resolver(tree, PPOConfig).fill()
-    return tree, typed, notices
+    otherwise = {path: Resolver(tree, PPOConfig).untyped(path) for path in typed}
+    sources.following = Resolver(tree, PPOConfig).fill()
+    return tree, otherwise, notices

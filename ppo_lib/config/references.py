@@ -44,11 +44,16 @@ class Resolver:
         """The tree with every reference replaced."""
         return {name: self.expand(value, (str(name),)) for name, value in self.tree.items()}
 
-    def fill(self) -> None:
-        """Give every following key that is absent or null its value, in place."""
-        for path, field in self.fields.items():
-            if follows(field) is not None and get(self.tree, path) in (MISSING, None):
-                put(self.tree, path, self.value(path))
+    def fill(self) -> set[Path]:
+        """Give every following key that is absent or null its value, in place; returns those keys."""
+        filled = {
+            path
+            for path, field in self.fields.items()
+            if follows(field) is not None and get(self.tree, path) in (MISSING, None)
+        }
+        for path in filled:
+            put(self.tree, path, self.value(path))
+        return filled
 
     def look_up(self, reference: str) -> Any:
         """The value of a reference such as "${trainer.seed}"."""
@@ -68,9 +73,15 @@ class Resolver:
                 return self.expand(given, path)
             if field is None:
                 raise KeyError(dotted(path))
-            return self.expand(reference, path) if reference else copy(field.get_default(call_default_factory=True))
+            return self.untyped(path)
         finally:
             self._under_way.pop()
+
+    def untyped(self, path: Path) -> Any:
+        """What a key comes to where nothing is given for it: what it follows, or its default."""
+        reference = follows(self.fields[path])
+        default = self.fields[path].get_default(call_default_factory=True)
+        return self.expand(reference, path) if reference else copy(default)
 
     def expand(self, value: Any, path: Path) -> Any:
         """`value`, which stands at `path`, with its references replaced."""

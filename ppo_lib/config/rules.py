@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ppo_lib.config.training import FSDPConfig
 
 _ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -74,30 +75,33 @@ def _micro_batches(name: str, section: ActorConfig | CriticConfig, rows: int) ->
 
 def _token_caps(config: PPOConfig) -> Iterator[str]:
     actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
-    longest = rollout.prompt_length + rollout.response_length
-    caps = [
-        (f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu)
-        if uses_token_cap(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz)
-        else None,
-        (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", rollout.log_prob_max_token_len_per_gpu)
-        if uses_token_cap(rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_use_dynamic_bsz)
-        else None,
+    critic, with_critic = config.critic, need_critic(config)
+    log_prob = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz")
+    passes = [
+        (True, actor, f"{_ACTOR}.ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        (True, rollout, f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", *log_prob),
+        (need_reference_policy(config), ref, f"{_REF}.log_prob_max_token_len_per_gpu", *log_prob),
+        (with_critic, critic, "critic.ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+        (
+            with_critic,
+            critic,
+            "critic.forward_max_token_len_per_gpu",
+            "forward_micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+        ),
     ]
-    if need_reference_policy(config) and uses_token_cap(
-        ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz
-    ):
-        caps.append(("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu))
-    critic = config.critic
-    if need_critic(config) and uses_token_cap(critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz):
-        caps.append(("critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu))
-    if need_critic(config) and uses_token_cap(critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz):
-        caps.append(("critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu))
-    for key, cap in filter(None, caps):
-        if cap < longest:
-            yield (
-                f"{key}={cap} is below the longest row, {longest} = {rollout.prompt_length} prompt +"
-                f" {rollout.response_length} response tokens; set it to {longest} or more"
-            )
+    longest = rollout.prompt_length + rollout.response_length
+    low: dict[int, list[str]] = {}
+    for wanted, section, key, size, dynamic in passes:
+        cap = getattr(section, key.rpartition(".")[2])
+        if wanted and cap < longest and uses_token_cap(getattr(section, size), getattr(section, dynamic)):
+            low.setdefault(cap, []).append(key)
+    for cap, (key, *others) in low.items():  # those that follow another share its line
+        also = f" (also {', '.join(others)})" if others else ""
+        yield (
+            f"{key}={cap}{also} is below the longest row, {longest} = {rollout.prompt_length} prompt +"
+            f" {rollout.response_length} response tokens; set {key} to {longest} or more"
+        )
 
 
 def _widths(config: PPOConfig) -> Iterator[str]:
@@ -110,7 +114,8 @@ def _widths(config: PPOConfig) -> Iterator[str]:
             yield f"{_ROLLOUT}.{key}={value} differs from {other}={wanted}; set only {other}"
     longest = rollout.prompt_length + rollout.response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        yield f"{_ROLLOUT}.max_model_len={rollout.max_model_len} is below the longest row; set it to {longest} or more"
+        key = f"{_ROLLOUT}.max_model_len"
+        yield f"{key}={rollout.max_model_len} is below the longest row; set {key} to {longest} or more"
 
 
 def _ranks(config: PPOConfig) -> Iterator[str]:
@@ -155,7 +160,7 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
         (f"{_ROLLOUT}.val_kwargs", validation.top_k),
     ):
         if top_k == 0:
-            yield f"{name}.top_k=0 leaves no token to sample; set it to 1 or more, or -1 for all"
+            yield f"{name}.top_k=0 leaves no token to sample; set {name}.top_k to -1 for all, or to 1 or more"
 
 
 def _run(config: PPOConfig) -> Iterator[str]:

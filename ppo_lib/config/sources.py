@@ -10,6 +10,8 @@ class Sources:
 
     def __init__(self) -> None:
         self._places: dict[Path, str] = {}
+        self.following: set[Path] = set()
+        """Keys that nobody wrote and that have another key's value."""
 
     def note(self, path: Path, place: str) -> None:
         """`path` was written at `place`; a later place replaces an earlier one."""

@@ -162,5 +162,8 @@ def _unpack(packed: Packed | PackedJagged, memo: Memo) -> Tensor:
 
 
 def _unpack_dense(packed: Packed) -> Tensor:
+    dtype = getattr(torch, packed.dtype)
+    if not packed.data.size:  # numpy may give an empty array strides that torch cannot view
+        return torch.empty(packed.shape, dtype=dtype)
     data = packed.data if packed.data.flags.writeable else packed.data.copy()
-    return torch.from_numpy(data).view(getattr(torch, packed.dtype)).reshape(packed.shape)
+    return torch.from_numpy(data).view(dtype).reshape(packed.shape)

@@ -131,7 +131,7 @@ def _best_exchange(high: np.ndarray, low: np.ndarray, gap: Any, may_move: bool) 
         inside = (neighbour >= 0) & (neighbour < len(low))
         taken = neighbour.clip(0, len(low) - 1)
         candidates.append((np.where(inside, high - sorted_low[taken], 0), by_length[taken]))
-    if may_move and len(high) > 1:
+    if may_move:
         candidates.append((high, None))
     best = None
     for moved, taken in candidates:

@@ -320,13 +320,13 @@ class HFEngine(RolloutEngine):
             if "kv_cache" in tags:
                 self._decoder.release()
             if "weights" in tags and self._device.type != "cpu":
-                self._model.to("cpu")
+                self._model.to("cpu")  # type: ignore[arg-type]
                 torch.cuda.empty_cache()
         self._asleep |= tags
 
     def _wake_up(self, tags: set[str]) -> None:
         if "weights" in tags & self._asleep:
-            self._model.to(self._device)
+            self._model.to(self._device)  # type: ignore[arg-type]
         self._asleep -= tags
 
     def _status(self) -> EngineStatus:

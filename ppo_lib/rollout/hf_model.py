@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from ppo_lib.config import ActorRolloutRefConfig
 from ppo_lib.errors import ModelError, RolloutError
+from ppo_lib.models import resolve_model_path
 from ppo_lib.rollout.attention import register_decode_attention
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,8 @@ def rollout_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices natively."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16mm", " bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.device) -> PreTrainedModel:
@@ -57,7 +54,9 @@ def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.dev
         importlib.import_module(config.model.external_lib)
     trust = config.model.trust_remote_code
     try:
-        hf_config = AutoConfig.from_pretrained(config.model.hf_config_path or model_path, trust_remote_code=trust)
+        source = config.model.hf_config_path
+        source = resolve_model_path(source) if source else model_path
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         for key, value in config.model.override_config.items():
             setattr(hf_config, key, value)
         _refuse_stateful(hf_config)
@@ -77,7 +76,8 @@ def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.dev
         raise ModelError(f"the rollout engine cannot load the model {model_path}: {error}") from error
     if getattr(model, "_is_stateful", False):
         raise _stateful(hf_config)
-    return model.to(device).eval().requires_grad_(False)
+    model.requires_grad_(False)
+    return model.eval().to(device)  # type: ignore[arg-type]
 
 
 def end_token_ids(model: PreTrainedModel, model_path: str, tokenizer: Any | None) -> frozenset[int]:
@@ -120,5 +120,5 @@ def _uninitialised() -> Any:
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
+        from transformers.modeling_utils import no_init_weights  # type: ignore[attr-defined]
     return no_init_weights()

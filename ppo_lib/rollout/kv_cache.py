@@ -14,6 +14,8 @@ rows used fall off on the left by moving `start`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -33,6 +35,8 @@ class _RowLayer(CacheLayerMixin):
     """One layer's buffers: keys and values (row capacity, heads, column capacity, head size)."""
 
     is_sliding = False
+    keys: torch.Tensor  # type: ignore[assignment]  # never None: a layer is made from the states of a prefill
+    values: torch.Tensor  # type: ignore[assignment]
 
     def __init__(self, span: _Span) -> None:
         super().__init__()
@@ -113,18 +117,19 @@ class RowCache(Cache):
             lengths: (k) tokens of each new row.
             source_rows: (k) the row of `prefilled` that each new row copies; a group of rollouts shares one.
         """
-        while len(self.layers) < len(prefilled.layers):
-            source = prefilled.layers[len(self.layers)]
-            self.layers.append(_RowLayer(self._span))
-            self.layers[-1].lazy_initialization(source.keys, source.values)
+        states: list[tuple[Any, Any]] = [(keys, values) for keys, values, *_ in prefilled]
+        while len(self.layers) < len(states):
+            layer = _RowLayer(self._span)
+            layer.lazy_initialization(*states[len(self.layers)])
+            self.layers.append(layer)
         rows, span = len(source_rows), self._span
         longest = max(lengths)
         if not self._lengths:
             span.start = span.end = 0
         self._make_room(rows, columns_before=longest)
-        index = torch.tensor(source_rows, device=prefilled.layers[0].keys.device)
-        for layer, source in zip(self.layers, prefilled.layers, strict=True):
-            for mine, theirs in ((layer.keys, source.keys), (layer.values, source.values)):
+        index = torch.tensor(source_rows, device=states[0][0].device)
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
+            for mine, theirs in ((layer.keys, keys), (layer.values, values)):
                 mine[span.rows : span.rows + rows, :, span.end - longest : span.end] = theirs[index][:, :, -longest:]
         span.rows += rows
         self._lengths += lengths

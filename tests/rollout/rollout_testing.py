@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from ppo_lib.config import ActorRolloutRefConfig, PPOConfig, load_config
+from ppo_lib.rollout.checkpoint_engine import WeightSender
 from ppo_lib.rollout.engine import GenerationRequest, SamplingParams, TokenOutput
 from ppo_lib.rollout.hf_engine import HFEngine
+from ppo_lib.single_controller import Dispatch, Worker, register
+from protocol import DataProto
 
 VOCAB = 96
 SHAPE = {
@@ -85,3 +90,84 @@ def run(coroutine: object, limit_s: float = 60) -> object:
         return await asyncio.wait_for(coroutine, limit_s)
 
     return asyncio.run(bounded())
+
+
+class Model(Worker):
+    """A worker that holds a whole model and sends it, with a fault where a test wants one."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(path).eval()
+        self.fault: str | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, sender: WeightSender) -> None:
+        sender.send(self.rank, self.world_size, self._tensors())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def change(self, seed: int) -> None:
+        """Other weights, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(0, 0.2, generator=generator)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_fault(self, fault: str | None) -> None:
+        self.fault = fault
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def log_probs(self, prompt: list[int], response: list[int]) -> list[float]:
+        return log_probs_of(self.model, prompt, response).tolist()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.model.named_parameters():
+            if name == "model.norm.weight" and self.fault:
+                if self.fault == "unknown":
+                    yield "model.nrom.weight", tensor
+                elif self.fault == "shape":
+                    yield name, tensor[:-1]
+                elif self.fault == "raise":
+                    raise RuntimeError("the gather broke")
+                continue  # "missing"
+            yield name, tensor
+
+
+def log_probs_of(
+    model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """What a trainer recomputes: (r,) float32."""
+    scores = (scores_of(model, prompt, response) / temperature).log_softmax(-1)
+    return scores.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
+
+
+def scores_of(model: PreTrainedModel, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Logits at the response's positions: (r, V)."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0].float()
+    return logits[len(prompt) - 1 : -1]
+
+
+def gen_batch_of(prompts: list[list[int]], n: int = 1, width: int = 64, **meta: object) -> DataProto:
+    """P prompts, each repeated n times, as the trainer submits them."""
+    rows = len(prompts)
+    ids, mask = torch.zeros((rows, width), dtype=torch.int64), torch.zeros((rows, width), dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    batch = DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "prompt_row": torch.arange(rows),
+        },
+        non_tensors={
+            "uid": np.array([f"u{i}" for i in range(rows)], dtype=object),
+            "data_source": np.array(["repeat-digit"] * rows, dtype=object),
+            "reward_model": np.array([{"ground_truth": str(i)} for i in range(rows)], dtype=object),
+            "dataset_row": np.arange(rows) + 10,
+        },
+        meta_info={"temperature": 1.0, "epoch": 0, "global_steps": 1, **meta},
+    )
+    return batch.repeat(n, interleave=True)

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_testing import VOCAB, generate_all, prompts_of, requests_of, rollout_config, run
+from rollout_testing import (
+    VOCAB,
+    generate_all,
+    log_probs_of,
+    prompts_of,
+    requests_of,
+    rollout_config,
+    run,
+    scores_of,
+)
 
 from ppo_lib.errors import EngineAsleepError, RolloutError, StaleWeightsError
 from ppo_lib.rollout.engine import Cohort, GenerationRequest, SamplingParams
@@ -15,18 +24,6 @@ from ppo_lib.rollout.hf_engine import HFEngine
 
 FAMILIES = ["llama", "qwen2-sliding", "qwen3"]
 LENGTHS = [3, 17, 9, 30, 1, 12]
-
-
-def _teacher_forced(model, prompt, response, temperature=1.0):
-    """Logits at the response's positions, scaled: (r, V)."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0].float()
-    return logits[len(prompt) - 1 : -1] / temperature
-
-
-def _log_probs(model, prompt, response, temperature=1.0):
-    scores = _teacher_forced(model, prompt, response, temperature).log_softmax(-1)
-    return scores.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,7 +40,7 @@ def test_greedy_equals_generate_on_rows_of_different_lengths(family, max_num_seq
         )[0, len(prompt) :].tolist()
         if output.token_ids != expected:
             at = next(i for i, (a, b) in enumerate(zip(output.token_ids, expected, strict=False)) if a != b)
-            best = _teacher_forced(model, prompt, expected[: at + 1])[-1].log_softmax(-1).topk(2).values
+            best = scores_of(model, prompt, expected[: at + 1])[-1].log_softmax(-1).topk(2).values
             assert best[0] - best[1] < 1e-5
         assert output.finish_reason == ("stop" if output.token_ids[-1] == 2 else "length")
 
@@ -54,14 +51,14 @@ def test_log_probs_are_those_of_the_temperature_scaled_distribution(family, make
     for params in ({"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}):
         outputs = run(generate_all(make_engine(family), requests_of(prompts, max_tokens=20, **params)))
         for prompt, output in zip(prompts, outputs, strict=True):
-            expected = _log_probs(reference_models[family], prompt, output.token_ids, params["temperature"])
+            expected = log_probs_of(reference_models[family], prompt, output.token_ids, params["temperature"])
             torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-4, rtol=0)
 
 
 def test_greedy_at_temperature_zero_has_log_probs_at_temperature_one(make_engine, reference_models):
     (prompt,) = prompts_of([8])
     (output,) = run(generate_all(make_engine(), requests_of([prompt], temperature=0, max_tokens=8)))
-    expected = _log_probs(reference_models["llama"], prompt, output.token_ids)
+    expected = log_probs_of(reference_models["llama"], prompt, output.token_ids)
     torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-4, rtol=0)
 
 

@@ -1,0 +1,160 @@
+"""Runs a batch of agent loops at the same time, scores each response as it finishes, and joins them to the envelope."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppo_lib.config import PPOConfig, worker_count
+from ppo_lib.errors import PPOLibError, WorkerTimeoutError
+from ppo_lib.reward import RewardLoopManager, RewardSample
+from ppo_lib.rollout.agent_loop.base import AgentLoopOutput, AgentSample
+from ppo_lib.rollout.agent_loop.collate import collate
+from ppo_lib.rollout.agent_loop.runners import ActorRunner, InProcessRunner, LoopRunner
+from ppo_lib.rollout.agent_loop.samples import samples_of
+from ppo_lib.rollout.server import LLMServerManager
+from protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleHandle:
+    """A sample on its way."""
+
+    sample: AgentSample
+    future: Future[AgentLoopOutput]
+
+
+class AgentLoopManager:
+    """The driver's side of generation.
+
+    Its event loop runs on a thread of its own, so it may be used from plain code and from a notebook alike.
+
+    Args:
+        config: The configuration; the section `actor_rollout_ref` is read.
+        tokenizer: The policy's tokenizer, with a pad token.
+        server_manager: The replicas.
+        reward_loop: Scores responses as they finish; None leaves them unscored.
+
+    Raises:
+        ConfigError: There is no agent loop of the configured name.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        server_manager: LLMServerManager,
+        reward_loop: RewardLoopManager | None = None,
+    ) -> None:
+        self._section = config.actor_rollout_ref
+        self._tokenizer = tokenizer
+        self._servers = server_manager
+        self._reward_loop = reward_loop
+        self._submitted = 0
+        self._runner = self._make_runner()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ppo_lib-agent-loops", daemon=True)
+        self._thread.start()
+
+    def submit(self, gen_batch: DataProto) -> list[SampleHandle]:
+        """Start one agent loop per row; does not wait.
+
+        Args:
+            gen_batch: B rows, repeated for their rollouts already: `input_ids`, `attention_mask`, `position_ids`
+                (B, L) left-padded, optionally `prompt_row` (B); the dataset's object columns with `uid`, optionally
+                `agent_name`; meta_info `temperature`, `epoch`, `validate`.
+        """
+        self._submitted += 1
+        samples = samples_of(gen_batch, self._section.rollout, self._servers, f"batch{self._submitted}")
+        return [SampleHandle(sample, self._start(self._finish(sample))) for sample in samples]
+
+    def collect(self, handles: Sequence[SampleHandle]) -> Iterator[AgentLoopOutput]:
+        """Samples as they finish.
+
+        Raises:
+            RolloutError: A sample could not be generated.
+            RewardError: A response could not be scored.
+            WorkerDiedError, WorkerTimeoutError: A replica or worker is gone or hangs.
+                After any of these the other samples of `handles` are called off and none of them runs any more.
+        """
+        pending = {handle.future for handle in handles}
+        deadline = time.monotonic() + self._servers.timeout_s
+        try:
+            while pending:
+                done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+                if not done:
+                    raise self._too_late(handles)
+                for future in done:
+                    yield future.result()
+        except GeneratorExit:
+            raise  # the caller wants no more of them now, and may collect the rest later
+        except BaseException:
+            self._call_off(handles)
+            raise
+
+    def collate(self, samples: Sequence[AgentLoopOutput], gen_batch: DataProto) -> DataProto:
+        """The envelope of one batch's samples; see `ppo_lib.rollout.agent_loop.collate.collate`."""
+        return collate(samples, gen_batch, self._section.rollout.response_length, self._tokenizer.pad_token_id)
+
+    def generate_sequences(self, gen_batch: DataProto) -> DataProto:
+        """`submit`, `collect` and `collate` in one."""
+        return self.collate(list(self.collect(self.submit(gen_batch))), gen_batch)
+
+    def shutdown(self) -> None:
+        """Call off what runs, end the workers and the thread. Safe to call twice."""
+        self._runner.shutdown()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))  # lets the cancelled tasks end
+            self._loop.close()
+
+    def _make_runner(self) -> LoopRunner:
+        asked = self._section.rollout.agent.num_workers
+        arguments = (self._section, self._tokenizer, self._servers.client)
+        if self._servers.is_local:
+            if asked:
+                logger.warning(
+                    "rollout.agent.num_workers=%d: the replica lives in this process, where workers could not reach "
+                    "it; agent loops run here too",
+                    asked,
+                )
+            return InProcessRunner(*arguments)
+        count = worker_count(asked)
+        return ActorRunner(count, *arguments, self._servers.timeout_s) if count else InProcessRunner(*arguments)
+
+    def _start(self, coroutine: Coroutine[Any, Any, AgentLoopOutput]) -> Future[AgentLoopOutput]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _finish(self, sample: AgentSample) -> AgentLoopOutput:
+        """Generate and score one sample."""
+        output = await self._runner.run(sample)
+        if self._reward_loop is None:
+            return output
+        begin = time.monotonic()
+        reward = await self._reward_loop.score(RewardSample.from_columns(sample.columns, output.response_ids))
+        return replace(output, reward=reward, timing={**output.timing, "reward": time.monotonic() - begin})
+
+    def _call_off(self, handles: Sequence[SampleHandle]) -> None:
+        for handle in handles:
+            handle.future.cancel()
+        with suppress(PPOLibError):  # a dead replica has nothing to call off
+            self._servers.abort()
+
+    def _too_late(self, handles: Sequence[SampleHandle]) -> WorkerTimeoutError:
+        late = [handle.sample for handle in handles if not handle.future.done()]
+        return WorkerTimeoutError(
+            f"{len(late)} of {len(handles)} samples were not finished within {self._servers.timeout_s:g} s; "
+            f"the first is {late[0]}"
+        )

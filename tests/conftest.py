@@ -14,8 +14,9 @@ def ray_cluster() -> Iterator[None]:
     """Ray on this machine, with four CPUs to hand out whatever the machine has. Shared by every test of the run."""
     import ray
 
-    assert not ray.is_initialized()
-    ray.init(num_cpus=4, object_store_memory=1 << 30, include_dashboard=False, logging_level="WARNING")
+    from ppo_lib.single_controller import ensure_ray
+
+    assert ensure_ray({"ray_init": {"address": "local", "num_cpus": 4, "object_store_memory": 1 << 30}})
     yield
     ray.shutdown()
 

@@ -31,7 +31,7 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 """How long the other ranks may still answer once one has raised."""
 EXIT_TIMEOUT_S = 10.0
-"""How long `stop` waits to see the processes gone."""
+"""How long ending a group waits to see the processes gone."""
 _SENT_INLINE = (type(None), bool, int, float, str, ray.ObjectRef)
 
 
@@ -58,13 +58,16 @@ class RankActors:
         self.timeout_s = timeout_s
         self._ended: str | None = None
         self._places: list[Place] = []
-        self.actors = [self._new_actor(pool, rank) for rank in range(pool.world_size)]
+        self._pool = pool
+        pool.acquire(self)
+        self.actors: list[Any] = []
         self._finalizer = weakref.finalize(self, _kill, self.actors)
         self._finalizer.atexit = False  # Ray ends a driver's actors with the driver
         try:
+            self.actors.extend(self._new_actor(pool, rank) for rank in range(pool.world_size))
             self._start(members, num_threads)
         except BaseException:
-            self.stop("they did not start")
+            self.shutdown()
             raise
 
     def _new_actor(self, pool: RayResourcePool, rank: int) -> Any:
@@ -147,7 +150,7 @@ class RankActors:
         if answers.late and late not in str(error):
             add_note(error, f"no answer from {late}")
         if answers.lost or answers.late:
-            self.stop(f"{role}.{method} failed earlier: {type(error).__name__}: {error}")
+            self._stop(f"{role}.{method} failed earlier: {type(error).__name__}: {error}")
             add_note(error, "all ranks of the group were ended; build a new worker group to go on")
         raise error
 
@@ -160,7 +163,12 @@ class RankActors:
         at = hanging_at(self._places[rank], _this_node()) if self._places else None
         return f"rank {rank}" + (f" (at {at})" if at else "")
 
-    def stop(self, why: str) -> None:
+    def shutdown(self) -> None:
+        """End every process, and give the slots back if nobody else uses the pool."""
+        self._stop("they were shut down")
+        self._pool.release(self)
+
+    def _stop(self, why: str) -> None:
         """End every process and wait to see those of this node gone. The first reason given is kept."""
         if self._ended is not None:
             return

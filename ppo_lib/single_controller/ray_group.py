@@ -47,10 +47,8 @@ class RayWorkerGroup(WorkerGroup):
         if (device_name == "cuda") != resource_pool.use_gpu:
             has = "has" if resource_pool.use_gpu else "has no"
             raise ConfigError(f"device {device_name!r} on pool {resource_pool.name_prefix!r}, which {has} GPUs")
-        self._pool = resource_pool
         label = f"{name_prefix}:{self.role}" if name_prefix and len(self.members) > 1 else self.role
-        self._ranks = RankActors(resource_pool, self.members, label, timeout_s, num_threads or _threads_of_driver())
-        resource_pool.acquire(self._ranks)
+        self._ranks = RankActors(resource_pool, self.members, label, timeout_s, num_threads or threads_of_driver())
 
     @property
     def workers(self) -> list[Any]:
@@ -71,17 +69,16 @@ class RayWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """End the processes, of every role in them; give the slots back if nobody else uses the pool."""
-        self._ranks.stop("they were shut down")
-        self._pool.release(self._ranks)
+        self._ranks.shutdown()
 
     def _view(self, role: str) -> RayWorkerGroup:
         view = RayWorkerGroup.__new__(RayWorkerGroup)
         WorkerGroup.__init__(view, {role: self.members[role]}, self.world_size)
-        view._pool, view._ranks = self._pool, self._ranks
+        view._ranks = self._ranks
         return view
 
 
-def _threads_of_driver() -> int | None:
+def threads_of_driver() -> int | None:
     """OMP_NUM_THREADS as the user set it. Inside a Ray task it is Ray's own, which follows the task's `num_cpus`."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     in_ray_task = ray.get_runtime_context().worker.mode != ray.SCRIPT_MODE

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_lib.errors import ConfigError
+import psutil
+
+from ppo_lib.errors import ConfigError, WorkerTimeoutError
 
 __all__ = ["available_cores", "ensure_ray"]
 
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 """Batches of a CPU run are small, and Ray's own default (30% of the memory) is taken from the model."""
+
+
+START_ATTEMPTS = 3
 
 
 def available_cores() -> int:
@@ -38,47 +43,76 @@ def ensure_ray(ray_kwargs_config: Any = None) -> bool:
         Whether this call started or joined Ray, so that the caller knows whether to leave it.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: no cluster answers at the address, or sizes were given for a cluster that is running already.
+        WorkerTimeoutError: Ray did not start on this machine in the time it allows itself.
     """
     import ray
     import torch
 
     if ray.is_initialized():
         return False
+    options = ray_init_options(ray_kwargs_config, torch.cuda.is_available())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options = {"include_dashboard": False, "logging_level": logging.WARNING, **_ray_init_options(ray_kwargs_config)}
-    address = options.setdefault("address", os.environ.get("RAY_ADDRESS", "local"))
     logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(_worth_saying)
-    if address == "local":
-        options.setdefault("num_cpus", available_cores())
-        if not torch.cuda.is_available():
-            options.setdefault("object_store_memory", _CPU_OBJECT_STORE_BYTES)
-        ray.init(**options)
-        return True
-    given = [name for name in ("num_cpus", "num_gpus", "object_store_memory") if name in options]
-    if given:
-        raise ConfigError(
-            f"ray_kwargs.ray_init: {' and '.join(given)} cannot be set for the running cluster at {address!r}; remove "
-            f"{'it' if len(given) == 1 else 'them'}, or use address=local to start Ray here"
-        )
-    del options["include_dashboard"]
+    try:
+        for _ in range(START_ATTEMPTS):
+            if _start(options):
+                return True
+    except ConnectionError as err:
+        address = options["address"]
+        raise ConfigError(f"ray_kwargs.ray_init.address: no Ray cluster answers at {address!r} ({err})") from err
+    raise WorkerTimeoutError(
+        f"Ray did not come up within its 30 s, {START_ATTEMPTS} times in a row. It needs about 5 s of CPU time: the "
+        f"machine is overloaded, or Ray's logs in /tmp/ray/session_latest/logs say what is wrong"
+    )
+
+
+def _start(options: dict[str, Any]) -> bool:
+    """`ray.init`; False if this machine did not start Ray's processes in the time that Ray allows, which is fixed.
+
+    What a failed attempt has started would compete with the next one, and Ray would end it only with this process.
+    """
+    import ray
+
+    before = {child.pid for child in psutil.Process().children()}
     try:
         ray.init(**options)
-    except ConnectionError as err:
-        raise ConfigError(f"ray_kwargs.ray_init.address: no Ray cluster answers at {address!r} ({err})") from err
+    except Exception as err:
+        if "timed out during startup" not in str(err):
+            raise
+        left = [child for child in psutil.Process().children() if child.pid not in before]
+        for child in left:
+            child.kill()
+        psutil.wait_procs(left, timeout=10)
+        return False
     return True
+
+
+def ray_init_options(config: Any, has_gpu: bool) -> dict[str, Any]:
+    """The arguments of `ray.init` for a `ray_kwargs` section: what is null there is left out or decided here.
+
+    Raises:
+        ConfigError: sizes given for a cluster that is running already.
+    """
+    section = config.get("ray_init") if isinstance(config, Mapping) else getattr(config, "ray_init", None)
+    given = {} if section is None else _without_none(section if isinstance(section, Mapping) else section.model_dump())
+    address = given.get("address") or os.environ.get("RAY_ADDRESS") or "local"
+    common = {"logging_level": logging.WARNING, **given, "address": address}
+    if address == "local":
+        sizes = {} if has_gpu else {"object_store_memory": _CPU_OBJECT_STORE_BYTES}
+        return {"include_dashboard": False, "num_cpus": available_cores(), **sizes, **common}
+    misplaced = [name for name in ("num_cpus", "num_gpus", "object_store_memory") if name in given]
+    if misplaced:
+        raise ConfigError(
+            f"ray_kwargs.ray_init: {' and '.join(misplaced)} cannot be set for the running cluster at {address!r}; "
+            f"remove {'it' if len(misplaced) == 1 else 'them'}, or use address=local to start Ray here"
+        )
+    return common
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
     """Ray warns that its token authentication is on; that it is off would be news."""
     return not str(record.msg).startswith("Token authentication is enabled")
-
-
-def _ray_init_options(config: Any) -> dict[str, Any]:
-    section = config.get("ray_init") if isinstance(config, Mapping) else getattr(config, "ray_init", None)
-    if section is None:
-        return {}
-    return _without_none(section if isinstance(section, Mapping) else section.model_dump())
 
 
 def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import contextlib
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from ppo_lib.errors import ConfigError, WorkerTimeoutError
 from ppo_lib.single_controller.role import Role
@@ -49,7 +50,7 @@ class RayResourcePool:
         self.max_colocate_count = max_colocate_count
         self.name_prefix = name_prefix
         self._groups: list[PlacementGroup] = []
-        self._users: set[int] = set()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def world_size(self) -> int:
@@ -91,8 +92,9 @@ class RayResourcePool:
         from ray.util.placement_group import placement_group
 
         slot = {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
+        run = uuid4().hex[:8]  # Ray wants the names of placement groups to differ, also from one that is on its way out
         groups = [
-            placement_group([dict(slot)] * size, strategy="STRICT_PACK", name=f"{self.name_prefix}_{node}")
+            placement_group([dict(slot)] * size, strategy="STRICT_PACK", name=f"{self.name_prefix}_{run}_{node}")
             for node, size in enumerate(self.process_on_nodes)
         ]
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -117,12 +119,12 @@ class RayResourcePool:
 
     def acquire(self, user: object) -> None:
         """Note that `user` runs in these slots."""
-        self._users.add(id(user))
+        self._users.add(user)
 
     def release(self, user: object) -> None:
         """Note that `user` has ended; with the last one the slots are given back."""
-        if id(user) in self._users:
-            self._users.remove(id(user))
+        if user in self._users:
+            self._users.remove(user)
             if not self._users:
                 self.shutdown()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_lib.algorithms import names
 from ppo_lib.config.arithmetic import uses_token_cap
 from ppo_lib.config.needs import need_critic, need_reference_policy
+from ppo_lib.config.references import fields_of
 from ppo_lib.config.tree import Path, copy, dotted
 
 if TYPE_CHECKING:
@@ -25,12 +26,7 @@ SGLANG_KEYS = tuple(
         "tensor_model_parallel_size",
         "gpu_memory_utilization",
         "enforce_eager",
-        "free_cache_engine",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
         "enable_prefix_caching",
-        "load_format",
         "engine_kwargs.sglang",
     )
 )
@@ -58,6 +54,16 @@ def notices_on(config: PPOConfig, typed: Mapping[Path, Any]) -> list[str]:
             f"{_ROLLOUT}.n=1: {estimator.name} compares the rollouts of one prompt; set it to 2 or more (8 is usual)"
         )
     return notices
+
+
+def engine_notices(config: PPOConfig, engine: str) -> list[str]:
+    """One line if `rollout.name: auto` came to an engine that does not read what is set for sglang."""
+    if config.actor_rollout_ref.rollout.name != "auto" or engine == "sglang":
+        return []
+    fields = {dotted(path): (path, field) for path, field in fields_of(type(config)).items()}
+    keys = [key for key in SGLANG_KEYS if _value(config, fields[key][0]) != fields[key][1].get_default()]
+    verb = "has" if len(keys) == 1 else "have"
+    return [f"{', '.join(keys)} {verb} no effect: rollout.name is auto, which is {engine} here"] if keys else []
 
 
 def _value(config: PPOConfig, path: Path) -> Any:

@@ -97,23 +97,23 @@ class RolloutConfig(ConfigModel):
     """Who runs the agent loops."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
     """How weights reach the replicas."""
+    max_num_batched_tokens: Positive = 8192
+    """Most prompt tokens read in one forward pass."""
+    enable_chunked_prefill: bool = True
+    """Read long prompts in pieces of that size."""
+    max_model_len: Positive | None = None
+    """Longest prompt and response together; null is the sum of their widths."""
+    free_cache_engine: bool = True
+    """Give the memory of the key-value cache back while a replica sleeps."""
+    load_format: str = "dummy"
+    """How a replica fills its weights at the start; dummy leaves that to the first update, auto reads the files."""
     tensor_model_parallel_size: Positive = 1
     """Ranks that hold one replica together (sglang)."""
     gpu_memory_utilization: Annotated[Fraction, Field(gt=0.0)] = 0.5
-    """Share of a GPU's memory for weights and cache of a replica (sglang)."""
+    """Share of a GPU's memory for the weights and the cache of a replica (sglang)."""
     enforce_eager: bool = False
     """No CUDA graphs (sglang)."""
-    free_cache_engine: bool = True
-    """Give the cache's memory back while the replica sleeps (sglang)."""
-    max_model_len: Positive | None = None
-    """Longest sequence; null is prompt and response together (sglang)."""
-    max_num_batched_tokens: Positive = 8192
-    """Most prompt tokens read at a time (sglang)."""
-    enable_chunked_prefill: bool = True
-    """Read long prompts in pieces (sglang)."""
     enable_prefix_caching: bool = True
     """Share the cache of equal prompt beginnings (sglang)."""
-    load_format: str = "dummy"
-    """How the engine fills its weights before the first update; dummy is not at all (sglang)."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Arguments handed to an engine as they are."""

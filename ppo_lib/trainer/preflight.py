@@ -6,13 +6,16 @@ Nothing here starts Ray or loads a model, and torch is loaded only to ask about 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_lib.config import PPOConfig, need_critic
 from ppo_lib.config.arithmetic import world_size
+from ppo_lib.config.effects import engine_notices
+from ppo_lib.config.suggest import did_you_mean
 from ppo_lib.data import open_data
 from ppo_lib.errors import ConfigError, DataError, ModelError
 from ppo_lib.load_object import load_object
@@ -21,8 +24,7 @@ from ppo_lib.reward.function import load_reward_fn
 from ppo_lib.reward.managers import manager_class
 from ppo_lib.single_controller import available_cores
 
-ENGINES = ("hf",)
-"""Rollout engines of this release."""
+logger = logging.getLogger("ppo_lib.config")
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,10 @@ def preflight(config: PPOConfig, *, check_train_data: bool = True, check_val_dat
     """
     check_files(config, check_train_data=check_train_data, check_val_data=check_val_data)
     device = _device(config)
-    engine = _engine(config)
     cores = available_cores()
     _check_ranks(config, device, cores)
+    _check_optimizers(config)
+    engine = _engine(config)
     return Machine(device=device, rollout_name=engine, world_size=world_size(config), cores=cores)
 
 
@@ -144,14 +147,30 @@ def _device(config: PPOConfig) -> str:
 
 
 def _engine(config: PPOConfig) -> str:
-    wanted = config.actor_rollout_ref.rollout.name
-    if wanted == "auto":
-        return "hf"
-    if wanted in ENGINES:
-        return wanted
-    key = "actor_rollout_ref.rollout.name"
-    missing = "" if importlib.util.find_spec(wanted) else f" ({wanted} is not installed either)"
-    raise ConfigError(f"{key}={wanted}: this engine is not there yet{missing}; set {key} to {' or '.join(ENGINES)}")
+    """The rollout engine, and that the loop that drives it exists."""
+    from ppo_lib.rollout import resolve_engine_name
+    from ppo_lib.rollout.agent_loop import agent_loop_class
+
+    rollout = config.actor_rollout_ref.rollout
+    agent_loop_class(rollout.agent.default_agent_loop)
+    engine = resolve_engine_name(rollout.name)
+    for line in engine_notices(config, engine):
+        logger.warning(line)
+    return engine
+
+
+def _check_optimizers(config: PPOConfig) -> None:
+    actor, critic = config.actor_rollout_ref.actor.optim, config.critic.optim
+    for key, optim in (("actor_rollout_ref.actor", actor), ("critic", critic))[: 1 + need_critic(config)]:
+        try:
+            module = importlib.import_module(optim.optimizer_impl)
+        except ImportError as error:
+            raise ConfigError(
+                f"{key}.optim.optimizer_impl={optim.optimizer_impl} cannot be imported: {error}"
+            ) from None
+        if not hasattr(module, optim.optimizer):
+            hint = did_you_mean(optim.optimizer, vars(module))
+            raise ConfigError(f"{key}.optim.optimizer={optim.optimizer} is not in {optim.optimizer_impl}{hint}")
 
 
 def _check_ranks(config: PPOConfig, device: str, cores: int) -> None:

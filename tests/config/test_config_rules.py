@@ -57,8 +57,8 @@ REFUSED = [
     ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"], "does not divide the 4 rows of a mini-batch on one rank"),
     (
         [f"{ACTOR}.ppo_max_token_len_per_gpu=29"],
-        "ppo_max_token_len_per_gpu=29 (also actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu) is below the longest"
-        " row, 30 = 10 prompt + 20 response tokens",
+        "ppo_max_token_len_per_gpu=29 (also actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)"
+        " is below the longest row, 30 = 10 prompt + 20 response tokens",
     ),
     (
         [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=29"],

@@ -63,9 +63,10 @@ def shard_module(
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(module, **options)
-    for unit in _units(module):
-        if mesh.size() > 1:
-            unit.set_gradient_divide_factor(1.0)  # at one rank this would only cost a copy
+    if mesh.size() > 1:
+        for unit in _units(module):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # the other way to a factor of 1 is one gloo does not know
     if config.forward_prefetch:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])

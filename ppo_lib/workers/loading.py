@@ -202,7 +202,9 @@ def _spread(module: nn.Module, whole: dict[str, torch.Tensor], device: torch.dev
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
-            value = whole.pop(name).to(device) if reads else parameter.new_empty(parameter.shape)
+            # `new_empty` of a sharded parameter would be sharded too, and nothing would be received into it
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            value = whole.pop(name).to(device) if reads else empty
             parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

@@ -122,7 +122,7 @@ class RewardLoopManager:
         self._closed = True
         self._workers.close()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(_end, self._loop)
+            asyncio.run_coroutine_threadsafe(_end(self._loop), self._loop)
 
     def _count(self) -> int:
         asked = self.config.num_workers
@@ -134,7 +134,7 @@ class RewardLoopManager:
         return 0
 
     def _submit(self, sample: RewardSample) -> tuple[Future[RewardResult], Clock]:
-        clock = Clock()
+        loop, clock = self._running_loop(), Clock()
         if self._stuck is not None:
             raise self._stuck
 
@@ -149,7 +149,7 @@ class RewardLoopManager:
             except Exception as error:
                 raise failed(sample, f"the reward manager raised {describe(error)}") from error
 
-        return asyncio.run_coroutine_threadsafe(work(), self._running_loop()), clock
+        return asyncio.run_coroutine_threadsafe(work(), loop), clock
 
     async def _ask(self, sample: RewardSample, solution_str: str) -> RewardResult:
         arguments = {
@@ -199,10 +199,12 @@ class RewardLoopManager:
             return self._loop
 
 
-def _end(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
+async def _end(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop) - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    loop.call_soon(loop.stop)
+    await asyncio.gather(*tasks, return_exceptions=True)  # so that each tells who waits for it before the loop stops
+    loop.stop()
 
 
 async def _nothing() -> None:

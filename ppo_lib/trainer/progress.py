@@ -45,7 +45,7 @@ class Progress:
         """Reward first and last, validation before and after, where the logs are, and whether anything was saved."""
         lines = [f"Done: {len(self.rewards)} training steps."]
         if self.rewards:
-            k = min(5, len(self.rewards))
+            k = max(1, min(5, len(self.rewards) // 2))
             first, last = sum(self.rewards[:k]) / k, sum(self.rewards[-k:]) / k
             lines.append(f"  reward       first {k} steps {first:.3f}  ->  last {k} steps {last:.3f}")
         if self.validations:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from ppo_lib.algorithms.aggregate import agg_loss
+from ppo_lib.algorithms.aggregate import agg_loss, denominators_of
 from ppo_lib.config import PPOConfig, StepArithmetic
 from ppo_lib.trainer.balance import balanced_partitions, log_seqlen_unbalance
 from ppo_lib.trainer.batch_math import (
@@ -109,8 +109,8 @@ class PPOStages:
         batch.batch["is_padding"] = is_padding
         batch.batch["response_mask"] = torch.where(is_padding[:, None], 0, batch.batch["response_mask"])
         share = len(order) // ranks
-        shares = [list(range(r * share, (r + 1) * share)) for r in range(ranks)]
-        metrics.update(log_seqlen_unbalance([lengths[i] for i in order], shares, prefix="global_seqlen"))
+        shares = [order[r * share : (r + 1) * share] for r in range(ranks)]
+        metrics.update(log_seqlen_unbalance(lengths, shares, prefix="global_seqlen"))
         return batch
 
     def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
@@ -140,7 +140,8 @@ class PPOStages:
         padded = self._padded(output, batch, log_probs="old_log_probs", entropys="entropys")
         mask, actor = batch.batch["response_mask"], self.config.actor_rollout_ref.actor
         entropys = padded.pop(batch_keys=["entropys"]).batch["entropys"]
-        metrics = {"actor/entropy": agg_loss(entropys, mask, actor.loss_agg_mode).item()}
+        whole = denominators_of(mask, actor.loss_scale_factor or self.config.data.max_response_length)
+        metrics = {"actor/entropy": agg_loss(entropys, mask, actor.loss_agg_mode, whole).item()}
         if "rollout_log_probs" in batch.tensor_keys():
             rollout = batch.batch["rollout_log_probs"]
             metrics |= rollout_diff_metrics(padded.batch["old_log_probs"], rollout, mask)

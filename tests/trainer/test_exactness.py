@@ -1,0 +1,86 @@
+"""The numbers of a step do not depend on where and how it is computed.
+
+One run generates; the others train on the same generations with another worker group, another number of ranks, another split.
+Every `actor/*` and `critic/*` metric must agree, over five steps of two mini-batches each.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from runs import GRPO, PPO, metrics_of, tiny_trainer
+
+from protocol import DataProto
+
+STEPS = 5
+
+
+class Recording:
+    """Stands around an agent loop manager and keeps what it generates."""
+
+    def __init__(self, manager):
+        self.manager, self.outputs = manager, []
+
+    def generate_sequences(self, gen_batch: DataProto) -> DataProto:
+        output = self.manager.generate_sequences(gen_batch)
+        self.outputs.append(copy.deepcopy(output))
+        return output
+
+
+class Replay:
+    """Gives recorded generations back, in order."""
+
+    def __init__(self, outputs):
+        self.outputs = iter(outputs)
+
+    def generate_sequences(self, gen_batch: DataProto) -> DataProto:
+        return copy.deepcopy(next(self.outputs))
+
+
+def train(folder, *overrides, recorded=None):
+    trainer = tiny_trainer(folder, f"trainer.total_training_steps={STEPS}", *overrides)
+    try:
+        trainer.init_workers()
+        real = trainer.async_rollout_manager
+        stand_in = Recording(real) if recorded is None else Replay(recorded)
+        trainer.async_rollout_manager = stand_in
+        trainer.fit()
+        trainer.async_rollout_manager = real
+    finally:
+        trainer.close()
+    learned = [{k: v for k, v in m.items() if k.startswith(("actor/", "critic/"))} for m in metrics_of(folder)]
+    return learned, getattr(stand_in, "outputs", None)
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected) == STEPS
+    for step, (ours, theirs) in enumerate(zip(found, expected), 1):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), f"step {step}: {name}"
+
+
+@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_micro_batches_do_not_change_the_numbers(tmp_path, algorithm):
+    expected, recorded = train(tmp_path / "packed", *algorithm)
+    for size in (1, 3):
+        split = (
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}",
+            f"critic.ppo_micro_batch_size_per_gpu={size}",
+        )
+        found, _ = train(tmp_path / f"micro{size}", *algorithm, *split, recorded=recorded)
+        assert_same(found, expected)
+
+
+def test_ray_two_ranks_and_balancing_give_the_numbers_of_one_local_rank(tmp_path, ray_cluster):
+    expected, recorded = train(tmp_path / "local", *PPO)
+    ray, two = "trainer.worker_group=ray", "trainer.n_gpus_per_node=2"
+    # 2 prompts x 3 rollouts a mini-batch do not divide by 4, so that with an odd n padding rows take part too
+    for name, overrides in {
+        "ray": (ray,),
+        "two": (ray, two),
+        "two unbalanced": (ray, two, "trainer.balance_batch=false"),
+    }.items():
+        found, _ = train(tmp_path / name, *PPO, *overrides, recorded=recorded)
+        assert_same(found, expected)

@@ -142,13 +142,9 @@ class DataProto(RowOperations, MergeOperations):
     ) -> Self:
         """Envelope with only these keys; None keeps all of a kind. Tensors and objects are shared unless `deepcopy`."""
         batch_keys, columns, meta = self._found(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        new = type(self)(
-            None if self.batch is None else self.batch.select(*batch_keys),
-            {key: self.non_tensor_batch[key] for key in columns},
-            own_copy({key: self.meta_info[key] for key in meta}),
-            self.auto_padding,
-            self.lineage,
-        )
+        batch = None if self.batch is None else self.batch.select(*batch_keys)
+        new = self._derived(batch, {key: self.non_tensor_batch[key] for key in columns})
+        new.meta_info = {key: new.meta_info[key] for key in meta}
         if deepcopy:
             new.batch = None if new.batch is None else new.batch.clone()
             new.non_tensor_batch, new.meta_info = copy.deepcopy((new.non_tensor_batch, new.meta_info))

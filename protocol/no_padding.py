@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from protocol import jagged
+from protocol import tensordict_utils as tu
 from protocol.errors import BatchMismatchError, FieldMissingError
-from protocol.tensordict_utils import entries, get
 
 _DROPPED = ("attention_mask", "prompts", "responses")  # all in input_ids, or implied by the row lengths
 
@@ -31,7 +31,7 @@ def left_right_2_no_padding(td: TensorDict) -> TensorDict:
     Raises BatchMismatchError naming the row where no prompt token is attended, or where attention to the response has
     a hole (the way back would move the tokens behind it).
     """
-    attention = _need(td, "attention_mask").bool()  # (B, T)
+    attention = tu.need(td, "attention_mask").bool()  # (B, T)
     width = _response_width(td)
     total = attention.shape[1]
     real = attention[:, total - width :]  # (B, R)
@@ -41,12 +41,12 @@ def left_right_2_no_padding(td: TensorDict) -> TensorDict:
     whole = _flatten_plan(attention, attention.sum(1))
     answer = _flatten_plan(real, response_lens)
     source = {}
-    for key, entry in entries(td):
+    for key, entry in tu.entries(td):
         if key in _DROPPED:
             continue
         by_width = isinstance(entry, Tensor) and not entry.is_nested and entry.dim() > 1
         plan = {total: whole, width: answer}.get(entry.shape[1]) if by_width else None
-        if plan is None and key in ("input_ids", "position_ids"):
+        if plan is not whole and key in ("input_ids", "position_ids"):
             raise BatchMismatchError(f"{key!r} has shape {tuple(entry.shape)}; attention_mask {tuple(attention.shape)}")
         source[key] = entry if plan is None else _flatten(entry, plan)
     result = TensorDict({**source, "response_lens": response_lens}, batch_size=[len(attention)], device=td.device)
@@ -63,10 +63,10 @@ def no_padding_2_padding(tensor: Tensor, data: TensorDict | int) -> Tensor:
     if dim != 1:
         raise BatchMismatchError(f"only (B, r_i, ...) can be padded; this tensor is ragged in dimension {dim}")
     lengths = offsets.diff()
-    width = data if isinstance(data, int) else get(data, "max_response_len")
-    if width is None:
-        raise FieldMissingError("no field 'max_response_len': data does not come from left_right_2_no_padding")
-    expected = lengths.clamp(max=width) if isinstance(data, int) else _need(data, "response_lens").to(lengths.device)
+    if isinstance(data, int):
+        width, expected = data, lengths.clamp(max=data)
+    else:
+        width, expected = tu.need(data, "max_response_len"), tu.need(data, "response_lens").to(lengths.device)
     if len(expected) != len(lengths):
         raise BatchMismatchError(f"the jagged tensor has {len(lengths)} rows, response_lens {len(expected)}")
     wrong = lengths != expected
@@ -80,13 +80,6 @@ def no_padding_2_padding(tensor: Tensor, data: TensorDict | int) -> Tensor:
     flat = values.new_zeros(len(lengths) * width, *values.shape[1:])
     filled = flat.index_copy(0, shift + torch.arange(len(values), device=shift.device), values)
     return filled.unflatten(0, (len(lengths), width))
-
-
-def _need(td: TensorDict, key: str) -> Tensor:
-    value = get(td, key)
-    if value is None:
-        raise FieldMissingError(f"no field {key!r}; present: {sorted(map(str, td.keys()))}")
-    return value
 
 
 def _response_width(td: TensorDict) -> int:

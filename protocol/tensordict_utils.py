@@ -29,6 +29,7 @@ __all__ = [
     "entries",
     "get",
     "index_select_tensor_dict",
+    "need",
     "nested_tensor_from_tensor_list",
     "pad_to_divisor",
     "pop",
@@ -83,13 +84,18 @@ def get(td: TensorDictBase, key: str, default: Any = None) -> Any:
     return unwrap(td.get(key)) if key in td.keys() else default  # noqa: SIM118
 
 
+def need(td: TensorDictBase, key: str) -> Any:
+    """Entry without its wrapper. FieldMissingError, naming what is there, where it is absent."""
+    if key not in td.keys():  # noqa: SIM118
+        raise FieldMissingError(f"no field {key!r}; present: {sorted(map(str, td.keys()))}")
+    return get(td, key)
+
+
 def pop(td: TensorDictBase, key: str, default: Any = _MISSING) -> Any:
     """Remove an entry and return it without its wrapper. FieldMissingError where it is absent without a default."""
-    if key not in td.keys():  # noqa: SIM118
-        if default is _MISSING:
-            raise FieldMissingError(f"no field {key!r}; present: {sorted(map(str, td.keys()))}")
+    if default is not _MISSING and key not in td.keys():  # noqa: SIM118
         return default
-    value = get(td, key)
+    value = need(td, key)
     td.del_(key)
     return value
 
@@ -253,7 +259,7 @@ def check_same(key: str, left: Any, right: Any) -> None:
     if isinstance(left, Tensor):
         equal, one, other = tensor_equal(left, right), left, right
     elif isinstance(left, TensorDictBase) and not isinstance(left, (NonTensorData, NonTensorStack)):
-        for inner in set(left.keys()) | set(right.keys()):
+        for inner in sorted(set(left.keys()) | set(right.keys())):
             check_same(f"{key}.{inner}", left.get(inner, None), right.get(inner, None))
         return
     else:

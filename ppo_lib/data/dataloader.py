@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -196,6 +197,7 @@ class _Collate:
 
 
 def _in_worker(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's: it ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = (
         "false"  # a forked tokenizer warns about its threads at every start otherwise
     )

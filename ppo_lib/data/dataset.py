@@ -18,6 +18,7 @@ from ppo_lib.load_object import load_object
 
 logger = logging.getLogger(__name__)
 
+DICT_COLUMNS = ("reward_model", "extra_info")
 MEDIA_COLUMNS = ("images", "videos", "audios")
 # What the dataset itself puts into an item: a file's column of that name would be overwritten.
 OWN_KEYS = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "dataset_row", "uid")
@@ -123,7 +124,15 @@ class RLHFDataset(Dataset):
                     )
 
     def _check_values(self, prompts: list[Any]) -> None:
+        if self.tokenizer.pad_token_id is None:
+            raise DataError("the tokenizer has no pad token; set one, or load it with ppo_lib.models.load_tokenizer.")
         sources = self.rows.column(self.config.reward_fn_key)
+        for column in DICT_COLUMNS:
+            for number, value in enumerate(self.rows.column(column)):
+                if value is not None and not isinstance(value, dict):
+                    raise DataError(
+                        f"{self.rows.where(number)}: {column!r} is a {type(value).__name__}; expected named values."
+                    )
         for number, (prompt, source) in enumerate(zip(prompts, sources)):
             problem = prompt_problem(prompt)
             if problem:

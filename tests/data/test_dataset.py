@@ -112,10 +112,19 @@ def test_a_null_prompt_in_parquet_is_named_with_its_row(write, tokenizer):
 def test_a_null_source_a_reserved_column_and_images_are_refused(write, tokenizer):
     with pytest.raises(DataError, match=r"row 1: column 'data_source' is None; expected a name"):
         RLHFDataset(write("a.jsonl", [row(0), row(1, data_source=None)]), tokenizer, data_config())
+    with pytest.raises(DataError, match=r"row 1: 'reward_model' is a str; expected named values"):
+        RLHFDataset(write("d.jsonl", [row(0), row(1, reward_model="{}")]), tokenizer, data_config())
     with pytest.raises(DataError, match="column 'input_ids' has a name that training writes"):
         RLHFDataset(write("b.jsonl", [row(0, input_ids=[1])]), tokenizer, data_config())
     with pytest.raises(DataError, match=r"row 1: column 'images' is not empty, and only text"):
         RLHFDataset(write("c.jsonl", [row(0, images=[]), row(1, images=["a.png"])]), tokenizer, data_config())
+
+
+def test_a_tokenizer_without_pad_token_is_refused(write):
+    bare = load_tokenizer("builtin:tiny-llama")
+    bare.pad_token = None
+    with pytest.raises(DataError, match=r"no pad token; .*load_tokenizer"):
+        RLHFDataset(write("a.jsonl", [row(0)]), bare, data_config())
 
 
 def test_a_chat_without_template_or_refused_by_it_is_named(write):

@@ -94,13 +94,14 @@ def test_errors_alarms_and_deaths(make, tokenizer, timeout_s):
 
 
 def test_a_hanging_scorer_is_left_in_time_and_its_process_ended(make, no_leftovers):
+    before = no_leftovers.busy_workers()
     manager = make(num_workers=1, timeout_s=0.5)
     assert score(manager, sample("1"))[0].score == 1.0  # the actor is up: what follows is the scorer's own time
     begin = time.monotonic()
     with pytest.raises(RewardError, match=r"took longer than reward\.timeout_s=0\.5 seconds"):
         score(manager, sample("hang"), sample("1"))
     assert time.monotonic() - begin < 5
-    workers = no_leftovers.busy_workers()
+    workers = no_leftovers.busy_workers() - before
     assert workers
     manager.close()
     assert no_leftovers.survivors(workers) == set()

@@ -19,6 +19,7 @@ from ppo_lib.workers.distributed import build_mesh, ensure_process_group
 from ppo_lib.workers.fsdp_engine import FSDPEngine
 from ppo_lib.workers.loading import build_engine, load_policy
 from ppo_lib.workers.losses import policy_loss
+from ppo_lib.workers.metrics import gpu_memory_metrics
 from ppo_lib.workers.packing import MicroBatching, PackedRows
 from ppo_lib.workers.precision import rollout_dtype
 from ppo_lib.workers.training_worker import Forward, TrainingWorker
@@ -117,7 +118,7 @@ class ActorRolloutRefWorker(Worker):
         )
         if config.use_kl_loss:
             metrics.last({"kl_coef": config.kl_loss_coef})
-        return metrics.reduce("actor")
+        return metrics.reduce("actor") | gpu_memory_metrics(self.actor.engine.device)
 
     # ------------------------------------------------------------------------------------- weights and checkpoints
 

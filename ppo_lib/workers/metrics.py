@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-__all__ = ["StepMetrics"]
+import torch
+
+__all__ = ["StepMetrics", "gpu_memory_metrics"]
+
+
+def gpu_memory_metrics(device: torch.device) -> dict[str, float]:
+    """Peak GPU memory of this rank since its start, in GiB; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 2**30,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
 
 
 class StepMetrics:

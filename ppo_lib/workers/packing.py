@@ -148,7 +148,13 @@ class JaggedRows:
 
     @cached_property
     def response_offsets(self) -> torch.Tensor:
-        """(B + 1) int64: where each row starts in the flat values of a response column, and the end."""
+        """(B + 1) int64: where each row starts in the flat values of a response column, and the end.
+
+        Those of the batch's own mask where it has one: rows that share their offsets can be added to one another.
+        """
+        if self.has("response_mask"):
+            self.column("response_mask")
+            return jagged.parts_of(self.need("response_mask"))[1]
         return jagged.offsets_of(torch.tensor(self.response_lens, dtype=torch.int64))
 
     def column(self, name: str) -> torch.Tensor:

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from workers_ranks import train_both, uneven, with_old
+from workers_testing import config, new_actor, padded_batch, run_ranks, worker_batch
+
+from ppo_lib.errors import BatchMismatchError
+from ppo_lib.workers.fsdp_engine import local_tensor
+from protocol import tensordict_utils as tu
+
+ACTOR = "actor_rollout_ref.actor."
+NO_STEP = (f"{ACTOR}optim.lr=0", f"{ACTOR}grad_clip=null", f"{ACTOR}optim.weight_decay=0")
+
+
+class Gradients:
+    """Takes the place of the optimizer: records what the engine would have stepped along."""
+
+    param_groups: list[Any] = []
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.seen = engine, []
+        engine.optimizer = self
+
+    def step(self) -> None:
+        self.seen.append(torch.cat([local_tensor(p.grad).flatten() for p in self.engine.module.parameters()]))
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.engine.module.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_any_number_of_micro_batches_gives_the_same_loss_and_gradient(mode: str, tiny_model: str) -> None:
+    results = {}
+    for rows in (8, 4, 2, 1):
+        overrides = (
+            f"{ACTOR}loss_agg_mode={mode}",
+            f"{ACTOR}ppo_micro_batch_size_per_gpu={rows}",
+            f"{ACTOR}use_kl_loss=true",
+            f"{ACTOR}kl_loss_coef=0.1",
+            f"{ACTOR}entropy_coeff=0.05",
+        )
+        actor = new_actor(config(tiny_model, *NO_STEP, *overrides))
+        td = with_old(actor, worker_batch(padded_batch(8), mini_batches=1))
+        recorded = Gradients(actor.actor.engine)
+        results[rows] = actor.update_actor(td), recorded.seen[0]
+    metrics, gradient = results[8]
+    assert gradient.norm() > 0.1
+    for rows in (4, 2, 1):
+        other_metrics, other = results[rows]
+        assert (other - gradient).norm() <= 1e-5 * gradient.norm()
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+def test_packing_under_a_token_cap_gives_the_same_update_as_fixed_rows(tiny_model: str) -> None:
+    final = []
+    for sizes in ("ppo_max_token_len_per_gpu=25", "ppo_micro_batch_size_per_gpu=2"):
+        cfg = config(tiny_model, ACTOR + sizes, f"{ACTOR}use_kl_loss=true")
+        final.append(train_both(0, 1, cfg))
+    for one, other in zip(final[0]["metrics"], final[1]["metrics"]):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_padding_of_the_batch_changes_no_gradient(tiny_model: str) -> None:
+    seen = []
+    for left, right in ((0, 0), (4, 6)):
+        actor = new_actor(config(tiny_model, *NO_STEP), role="actor")
+        td = with_old(actor, worker_batch(padded_batch(6, left=left, right=right), mini_batches=1))
+        recorded = Gradients(actor.actor.engine)
+        actor.update_actor(td)
+        seen.append(recorded.seen[0])
+    assert (seen[0] - seen[1]).norm() <= 1e-6 * seen[0].norm()
+
+
+def test_rows_of_zero_weight_change_nothing(tiny_model: str) -> None:
+    whole = padded_batch(8)
+    whole["response_mask"][[1, 6]] = 0
+    kept = {name: column[[0, 2, 3, 4, 5, 7]] for name, column in whole.items()}
+    seen = []
+    for batch in (whole, kept):
+        actor = new_actor(config(tiny_model, *NO_STEP), role="actor")
+        recorded = Gradients(actor.actor.engine)
+        metrics = actor.update_actor(with_old(actor, worker_batch(batch, mini_batches=1)))
+        seen.append((metrics, recorded.seen[0]))
+    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-6)
+    assert (seen[0][1] - seen[1][1]).norm() <= 1e-6 * seen[0][1].norm()
+
+
+def test_mini_batch_without_weight_moves_nothing_and_reports_zero(tiny_model: str) -> None:
+    batch = padded_batch(4)
+    batch["response_mask"].zero_()
+    actor = new_actor(config(tiny_model), role="actor")
+    before = actor.get_fingerprint()
+    metrics = actor.update_actor(with_old(actor, worker_batch(batch, mini_batches=1)))
+    assert actor.get_fingerprint() == before
+    assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
+
+
+def test_gradient_that_is_not_finite_is_left_out_and_counted(tiny_model: str) -> None:
+    batch = padded_batch(8)
+    batch["advantages"][0, 0] = float("inf")
+    batch["response_mask"][0, 0] = 1
+    actor = new_actor(config(tiny_model), role="actor")
+    before = actor.full_state_dict()
+    td = with_old(actor, worker_batch(batch, mini_batches=2))
+    metrics = actor.update_actor(td)
+    assert metrics["actor/nonfinite_grad_steps"] == 1
+    after = actor.full_state_dict()
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    assert any(not torch.equal(before[name], after[name]) for name in before)  # the other mini-batch's step was taken
+
+
+def test_gradient_is_clipped_to_the_configured_norm(tiny_model: str) -> None:
+    norms = {}
+    for clip in ("0.01", "null"):
+        actor = new_actor(config(tiny_model, *NO_STEP, f"{ACTOR}grad_clip={clip}"), role="actor")
+        recorded = Gradients(actor.actor.engine)
+        metrics = actor.update_actor(with_old(actor, worker_batch(padded_batch(8), mini_batches=1)))
+        norms[clip] = metrics["actor/grad_norm"], recorded.seen[0].norm().item()
+    assert norms["0.01"][0] == pytest.approx(norms["null"][0])  # reported before clipping
+    assert norms["null"][1] == pytest.approx(norms["null"][0], rel=1e-5)
+    assert norms["0.01"][1] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_epochs_and_mini_batches_are_optimizer_steps_in_a_seeded_order(tiny_model: str) -> None:
+    def run(*overrides: str, step: int = 1) -> dict[str, int]:
+        actor = new_actor(config(tiny_model, f"{ACTOR}ppo_epochs=2", *overrides), role="actor")
+        td = worker_batch(padded_batch(8), mini_batches=4)
+        actor.update_actor(with_old(actor, tu.assign_non_tensor(td, global_steps=step)))
+        assert actor.actor.engine.optimizer_steps == 8
+        return actor.get_fingerprint()
+
+    shuffled = run(f"{ACTOR}shuffle=true")
+    assert run() == run()
+    assert shuffled == run(f"{ACTOR}shuffle=true")
+    assert shuffled != run()
+    assert shuffled != run(f"{ACTOR}shuffle=true", step=2)
+    assert shuffled != run(f"{ACTOR}shuffle=true", f"{ACTOR}data_loader_seed=1")
+
+
+def test_mini_batch_without_denominators_is_an_error_naming_the_row(tiny_model: str) -> None:
+    actor = new_actor(config(tiny_model), role="actor")
+    td = with_old(actor, worker_batch(padded_batch(4), mini_batches=2))
+    td["mini_batch"] += 1
+    with pytest.raises(BatchMismatchError, match="row 1 is in mini-batch 2, but there are denominators for 2"):
+        actor.update_actor(td)
+
+
+SETTINGS = {
+    "plain": (),
+    "no_resharding": (
+        f"{ACTOR}fsdp_config.reshard_after_forward=false",
+        f"{ACTOR}fsdp_config.forward_prefetch=true",
+        f"{ACTOR}ppo_micro_batch_size_per_gpu=1",
+    ),
+    "one_reduction": (
+        f"{ACTOR}fsdp_config.use_no_sync_for_gradient_accumulation=true",
+        f"{ACTOR}ppo_micro_batch_size_per_gpu=1",
+    ),
+    "checkpointing": ("actor_rollout_ref.model.enable_gradient_checkpointing=true",),
+    "replicas": (f"{ACTOR}fsdp_config.fsdp_size=1", f"{ACTOR}ppo_micro_batch_size_per_gpu=1"),
+}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for ours, theirs in zip(one["metrics"], other["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for model in ("actor", "critic"):
+        for name, tensor in one[model].items():
+            assert (tensor - other[model][name]).norm() <= 1e-4 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_ranks_give_what_one_gives(setting: str, tiny_model: str) -> None:
+    losses = (f"{ACTOR}use_kl_loss=true", f"{ACTOR}entropy_coeff=0.01")
+    alone = train_both(0, 1, config(tiny_model, *losses), 3)
+    together = run_ranks(train_both, 2, config(tiny_model, *losses, *SETTINGS[setting]), 3)
+    assert together[0]["metrics"] == together[1]["metrics"]
+    assert_same(together[0], alone)
+
+
+def test_rank_without_rows_of_a_mini_batch_joins_in(tiny_model: str) -> None:
+    cfg = config(tiny_model, f"{ACTOR}ppo_micro_batch_size_per_gpu=1")
+    alone = uneven(0, 1, cfg)
+    for result in run_ranks(uneven, 2, cfg):
+        assert_same(result, alone)

@@ -1,0 +1,65 @@
+"""What the ranks of a test run. They import this module and no test, which keeps their start short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from workers_testing import new_actor, new_critic, padded_batch, shard, worker_batch
+
+from ppo_lib.errors import ModelError
+from protocol import tensordict_utils as tu
+
+
+def states(rank: int, world_size: int, cfg: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    actor, critic = new_actor(cfg, "actor"), new_critic(cfg)
+    held = sum(p.to_local().numel() for p in actor.actor.engine.module.parameters())
+    return actor.full_state_dict(), critic.full_state_dict(), held
+
+
+def with_old(actor: Any, td: TensorDict, noise: float = 0.3) -> TensorDict:
+    """Old log-probs some way from the present ones, so that ratios differ from 1 and some are clipped."""
+    now = actor.compute_log_prob(td)["log_probs"]
+    td["old_log_probs"] = now + noise * td["noise"]
+    td["ref_log_prob"] = now - noise * td["noise"]
+    return td
+
+
+def train_both(rank: int, world_size: int, cfg: Any, steps: int = 2, rows: int = 8) -> dict[str, Any]:
+    """Some steps of actor and critic on recorded rows; metrics of each step, and the final parameters."""
+    actor, critic = new_actor(cfg), new_critic(cfg)
+    history = []
+    for step in range(steps):
+        whole = worker_batch(padded_batch(rows, seed=step), calculate_entropy=True)
+        td = shard(whole, rank, world_size)
+        td["old_log_probs"] = actor.compute_log_prob(td)["log_probs"]
+        td["ref_log_prob"] = actor.compute_ref_log_prob(td)["log_probs"]
+        td["values"] = critic.compute_values(td)["values"]
+        history.append(actor.update_actor(td) | critic.update_critic(td))
+    return {"metrics": history, "actor": actor.full_state_dict(), "critic": critic.full_state_dict()}
+
+
+def uneven(rank: int, world_size: int, cfg: Any) -> dict[str, Any]:
+    """Mini-batch 0 lies on rank 0 alone, mini-batch 1 on rank 1 but for a row; one row carries no weight."""
+    actor, critic = new_actor(cfg, "actor"), new_critic(cfg)
+    batch = padded_batch(6)
+    batch["response_mask"][2] = 0
+    td = worker_batch(batch, mini_batches=2)
+    td["mini_batch"] = torch.tensor([0, 0, 1, 1, 1, 1])
+    tokens = batch["response_mask"].sum(1)
+    tu.assign_non_tensor(
+        td, mini_batch_num_tokens=[float(tokens[:2].sum()), float(tokens[2:].sum())], mini_batch_num_seqs=[2.0, 3.0]
+    )
+    td = shard(td, rank, world_size)
+    td["values"] = critic.compute_values(td)["values"]
+    metrics = actor.update_actor(with_old(actor, td)) | critic.update_critic(td)
+    return {"metrics": [metrics], "actor": actor.full_state_dict(), "critic": critic.full_state_dict()}
+
+
+def fails_to_load(rank: int, world_size: int, cfg: Any) -> str:
+    try:
+        new_actor(cfg, "actor")
+    except ModelError as error:
+        return str(error)
+    return "no error"

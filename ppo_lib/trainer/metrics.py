@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """Tokens of the step, its seconds (`timing_raw["step"]`), and tokens per second and rank."""
+    """Tokens of the step, its seconds (`timing_raw["step"]`), tokens per second and rank, memory used on this node."""
     rows = _RealRows(batch)
     tokens = int(rows.prompt_lengths.sum() + rows.response_lengths.sum())
     seconds = timing_raw["step"]
@@ -87,6 +88,7 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
         "perf/total_num_tokens": float(tokens),
         "perf/time_per_step": float(seconds),
         "perf/throughput": tokens / (seconds * n_gpus),
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
 
 

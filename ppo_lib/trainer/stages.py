@@ -126,6 +126,7 @@ class PPOStages:
     def _compute_reward(self, batch: DataProto) -> DataProto:
         """Write `token_level_scores` (B, R): the raw score on the last policy token; nothing on padding rows."""
         if "rm_scores" not in batch.tensor_keys():
+            batch.meta_info.pop("reward_extra_keys", None)  # generation named none, since it scored nothing
             batch = batch.union(self._compute_reward_colocate(batch))
         scores, _ = extract_reward(batch)
         batch.batch["token_level_scores"] = torch.where(batch.batch["is_padding"][:, None], 0.0, scores)

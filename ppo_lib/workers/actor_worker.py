@@ -98,13 +98,13 @@ class ActorRolloutRefWorker(Worker):
         """Take the optimizer steps of one batch; metrics under `actor/`.
 
         Columns besides those of `TrainingWorker.train`: `advantages`, and optionally `old_log_probs`, `ref_log_prob`,
-        `rollout_is_weights`.
+        `rollout_is_weights`. Without `old_log_probs` this is the only pass over the rows, and it measures the entropy.
         """
         config = self.config.actor
         optional = [name for name in ("old_log_probs", "rollout_is_weights") if name in data.keys()]  # noqa: SIM118
         metrics = self.actor.train(
             data,
-            _forward(data, bool(config.entropy_coeff) or config.calculate_entropy),
+            _forward(data, bool(config.entropy_coeff) or config.calculate_entropy or "old_log_probs" not in optional),
             self._loss_fn,
             ["advantages", *optional, *(["ref_log_prob"] if config.use_kl_loss else [])],
             MicroBatching.from_sizes(

@@ -54,8 +54,7 @@ def test_a_step_runs_its_stages_in_order_and_logs_the_names_dashboards_know(tmp_
         ]
         + [f"{w}_length/{s}" for w in ("response", "prompt") for s in ("mean", "max", "min", "clip_ratio")]
         + ["response/aborted_ratio", "num_turns/mean", "training/global_step", "training/epoch"]
-        + [f"perf/{n}" for n in ("total_num_tokens", "time_per_step", "throughput")]
-        + [f"perf/{n}" for n in ("max_memory_allocated_gb", "max_memory_reserved_gb", "cpu_memory_used_gb")]
+        + [f"perf/{n}" for n in ("total_num_tokens", "time_per_step", "throughput", "cpu_memory_used_gb")]
         + [f"global_seqlen/{n}" for n in ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")]
         + [f"training/rollout_probs_diff_{n}" for n in ("max", "mean", "std")]
         + ["timing_per_token_ms/gen", "timing_per_token_ms/update_actor"]
@@ -101,10 +100,10 @@ def test_a_resumed_run_gives_the_metrics_of_the_uninterrupted_one(tmp_path, algo
 
 
 def stop_after(step):
-    """A stage hook that interrupts the run right after the checkpoint of a step is whole."""
+    """A stage hook that interrupts the run in the middle of the step after `step`."""
 
     def hook(stage, batch, metrics):
-        if stage == "update_weights" and metrics["training/global_step"] == step:
+        if stage == "update_actor" and metrics["training/global_step"] == step + 1:
             raise KeyboardInterrupt
 
     return hook
@@ -132,7 +131,7 @@ def test_the_exported_model_loads_in_transformers_with_the_same_logits(tmp_path)
     try:
         trainer.init_workers()
         trainer.fit()
-        ours = trainer.actor_rollout_wg.full_state_dict()
+        ours = trainer.actor_rollout_wg.full_state_dict()[0]
     finally:
         trainer.close()
     folder = tmp_path / "global_step_2" / "actor" / "huggingface"

@@ -5,30 +5,13 @@ from typing import Any
 import pytest
 import torch
 from workers_ranks import train_both, uneven, with_old
-from workers_testing import config, new_actor, padded_batch, run_ranks, worker_batch
+from workers_testing import Gradients, config, new_actor, padded_batch, run_ranks, worker_batch
 
 from ppo_lib.errors import BatchMismatchError
-from ppo_lib.workers.fsdp_engine import local_tensor
 from protocol import tensordict_utils as tu
 
 ACTOR = "actor_rollout_ref.actor."
 NO_STEP = (f"{ACTOR}optim.lr=0", f"{ACTOR}grad_clip=null", f"{ACTOR}optim.weight_decay=0")
-
-
-class Gradients:
-    """Takes the place of the optimizer: records what the engine would have stepped along."""
-
-    param_groups: list[Any] = []
-
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.seen = engine, []
-        engine.optimizer = self
-
-    def step(self) -> None:
-        self.seen.append(torch.cat([local_tensor(p.grad).flatten() for p in self.engine.module.parameters()]))
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        self.engine.module.zero_grad(set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -63,3 +63,50 @@ def fails_to_load(rank: int, world_size: int, cfg: Any) -> str:
     except ModelError as error:
         return str(error)
     return "no error"
+
+
+class Collect:
+    """A sender that keeps what it is given."""
+
+    def send(self, rank: int, world_size: int, named_tensors: Any) -> None:
+        self.place = rank, world_size
+        self.tensors = [(name, tensor.clone()) for name, tensor in named_tensors]
+
+
+def sent_weights(rank: int, world_size: int, cfg: Any) -> tuple[list[tuple[str, torch.Tensor]], list[Any]]:
+    actor, sender = new_actor(cfg, "actor"), Collect()
+    actor.send_weights(sender)
+    assert sender.place == (rank, world_size)
+    return sender.tensors, actor.weight_spec()
+
+
+def train_and_save(rank: int, world_size: int, cfg: Any, folder: str) -> dict[str, Any]:
+    """Two steps, a checkpoint of both models, and two steps more."""
+    actor, critic = new_actor(cfg, "actor"), new_critic(cfg)
+    steps(actor, critic, rank, world_size, (0, 1))
+    actor.save_checkpoint(f"{folder}/actor", 2)
+    critic.save_checkpoint(f"{folder}/critic", 2)
+    metrics = steps(actor, critic, rank, world_size, (2, 3))
+    return {"metrics": metrics, "actor": actor.full_state_dict(), "critic": critic.full_state_dict()}
+
+
+def load_and_train(rank: int, world_size: int, cfg: Any, folder: str) -> dict[str, Any]:
+    """The two steps more, from the checkpoint."""
+    actor, critic = new_actor(cfg, "actor"), new_critic(cfg)
+    assert actor.load_checkpoint(f"{folder}/actor") == critic.load_checkpoint(f"{folder}/critic") == 2
+    metrics = steps(actor, critic, rank, world_size, (2, 3))
+    return {"metrics": metrics, "actor": actor.full_state_dict(), "critic": critic.full_state_dict()}
+
+
+def steps(actor: Any, critic: Any, rank: int, world_size: int, seeds: tuple[int, ...]) -> list[dict[str, float]]:
+    metrics = []
+    for seed in seeds:
+        td = shard(worker_batch(padded_batch(8, seed=seed)), rank, world_size)
+        td["values"] = critic.compute_values(td)["values"]
+        metrics.append(actor.update_actor(with_old_exact(actor, td)) | critic.update_critic(td))
+    return metrics
+
+
+def with_old_exact(actor: Any, td: TensorDict) -> TensorDict:
+    td["old_log_probs"] = actor.compute_log_prob(td)["log_probs"]
+    return td

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from ppo_lib.config import load_config
 from ppo_lib.workers import ActorRolloutRefWorker, CriticWorker
+from ppo_lib.workers.fsdp_engine import local_tensor
 from protocol import DataProto, no_padding_2_padding
 from protocol import tensordict_utils as tu
 from protocol.no_padding import left_right_2_no_padding
@@ -135,6 +136,22 @@ def new_critic(cfg: Any, steps: int = 100) -> CriticWorker:
 def shard(td: TensorDict, rank: int, world_size: int) -> TensorDict:
     """A rank's contiguous share of the rows."""
     return tu.chunk_tensordict(td, world_size)[rank]
+
+
+class Gradients:
+    """Takes the place of the optimizer: records what the engine would have stepped along."""
+
+    param_groups: list[Any] = []
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.seen = engine, []
+        engine.optimizer = self
+
+    def step(self) -> None:
+        self.seen.append(torch.cat([local_tensor(p.grad).flatten() for p in self.engine.module.parameters()]))
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.engine.module.zero_grad(set_to_none=set_to_none)
 
 
 def padded(column: torch.Tensor, td: TensorDict) -> torch.Tensor:

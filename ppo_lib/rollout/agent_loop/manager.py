@@ -113,11 +113,10 @@ class AgentLoopManager:
         """Call off what runs, end the workers and the thread. Safe to call twice."""
         self._runner.shutdown()
         if self._thread.is_alive():
+            # in the loop's own thread: a notebook's thread has a running loop already and can drive no other
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=5.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))  # lets the cancelled tasks end
             self._loop.close()
 
     def _make_runner(self) -> LoopRunner:
@@ -158,3 +157,11 @@ class AgentLoopManager:
             f"{len(late)} of {len(handles)} samples were not finished within {self._servers.timeout_s:g} s; "
             f"the first is {late[0]}"
         )
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of the running loop and let them end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

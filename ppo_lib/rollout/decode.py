@@ -99,6 +99,7 @@ class Decoder:
         Returns:
             Those that are finished with one token; the others run.
         """
+        self._cache.expect(len(rows))
         finished: list[Finished] = []
         groups: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -97,7 +99,7 @@ class HFEngine(RolloutEngine):
         self._unusable = "it has not been sent any weights yet" if self._config.load_format == "dummy" else ""
         self._version = -1
         self._stopped = False
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._arrival = threading.Condition()
         self._threads = torch.get_num_threads()  # a new thread would start with the machine's default
         self._thread = threading.Thread(target=self._loop, name="ppo_lib-hf-engine", daemon=True)
@@ -149,23 +151,17 @@ class HFEngine(RolloutEngine):
     # What follows runs on the engine's thread, except `_post`, `_call` and `_forget`, which only leave it a message.
 
     def _post(self, action: Callable[[], None], future: Future[Any]) -> None:
+        """Have the thread do something; what it raises goes to `future`."""
         with self._arrival:
             if not self._stopped:
-                self._inbox.append(action)
+                self._inbox.append((action, future))
                 self._arrival.notify()
                 return
         _fail(future, RolloutError("the rollout engine was shut down"))
 
     async def _call(self, action: Callable[[], T]) -> T:
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                _succeed(future, action())
-            except Exception as error:
-                _fail(future, error)
-
-        self._post(run, future)
+        self._post(lambda: _succeed(future, action()), future)
         return await asyncio.wrap_future(future)
 
     def _forget(self, request: GenerationRequest) -> None:
@@ -174,15 +170,19 @@ class HFEngine(RolloutEngine):
 
     def _loop(self) -> None:
         torch.set_num_threads(self._threads)
-        idle = True
-        while not self._stopped:
-            with self._arrival:
-                while idle and not self._inbox:
-                    self._arrival.wait()
-                actions, self._inbox = self._inbox, deque()
-            for action in actions:
-                action()
-            idle = not self._advance()
+        try:
+            idle = True
+            while not self._stopped:
+                with self._arrival:
+                    while idle and not self._inbox:
+                        self._arrival.wait()
+                    messages, self._inbox = self._inbox, deque()
+                for action, future in messages:
+                    _attempt(action, future)
+                idle = not self._advance()
+        except BaseException:
+            logger.exception("the rollout engine's thread broke")
+            self._stop()
 
     def _advance(self) -> bool:
         """Let rows join and make one step. False if there is nothing to do until a message comes."""
@@ -218,12 +218,8 @@ class HFEngine(RolloutEngine):
         if self._receiver is not None:
             self._held.append(entry)
             return
-        try:
-            self._check_state(entry)
-            self._check_request(entry.request)
-        except RolloutError as error:
-            _fail(entry.future, error)
-            return
+        self._check_state(entry)
+        self._check_request(entry.request)
         self._names.add(entry.request_id)
         entry.future.add_done_callback(lambda _: self._names.discard(entry.request_id))
         if not self._scheduler.add(entry):
@@ -248,6 +244,8 @@ class HFEngine(RolloutEngine):
         name = f"request {request.request_id}"
         if not prompt:
             raise RolloutError(f"{name} has an empty prompt")
+        if not all(isinstance(token, int) for token in prompt):
+            raise RolloutError(f"{name} holds token ids that are no integers, such as {prompt[0]!r}")
         if len(prompt) >= self._context:
             raise RolloutError(
                 f"{name} has a prompt of {len(prompt)} tokens; at most {self._context - 1} leave room for an answer "
@@ -310,7 +308,7 @@ class HFEngine(RolloutEngine):
     def _take_in_held(self) -> None:
         held, self._held = self._held, []
         for entry in held:
-            self._take_in(entry)
+            _attempt(partial(self._take_in, entry), entry.future)
 
     def _sleep(self, tags: set[str]) -> None:
         busy = len(self._running) + len(self._scheduler) + len(self._held)
@@ -342,15 +340,20 @@ class HFEngine(RolloutEngine):
             self._version,
             running=len(self._running),
             waiting=len(self._scheduler) + len(self._held),
-            detail={"asleep": sorted(self._asleep), "cache_bytes": self._decoder.cache_bytes, "why": self._unusable},
+            detail={
+                "asleep": sorted(self._asleep),
+                "cache_bytes": self._decoder.cache_bytes,
+                "pid": os.getpid(),
+                "why": self._unusable,
+            },
         )
 
     def _stop(self) -> None:
         with self._arrival:
             self._stopped = True
             late, self._inbox = self._inbox, deque()
-        for action in late:  # whoever got in before the door closed is answered below
-            action()
+        for action, future in late:  # whoever got in before the door closed is answered here or below
+            _attempt(action, future)
         entries = [*self._running.values(), *self._scheduler.remove(None), *self._held]
         self._running, self._held = {}, []
         for entry in entries:
@@ -376,13 +379,20 @@ def _known(tags: Sequence[str]) -> set[str]:
     return set(tags)
 
 
+def _attempt(action: Callable[[], None], future: Future[Any]) -> None:
+    try:
+        action()
+    except Exception as error:
+        _fail(future, error)
+
+
 def _succeed(future: Future[T], value: T) -> None:
     if future.set_running_or_notify_cancel():  # a caller that is gone has cancelled it
         future.set_result(value)
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    if future.set_running_or_notify_cancel():
+    if not future.done() and future.set_running_or_notify_cancel():
         future.set_exception(error)
 
 

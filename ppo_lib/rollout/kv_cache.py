@@ -94,6 +94,7 @@ class RowCache(Cache):
         super().__init__(layers=[])
         self._span = _Span()
         self._lengths: list[int] = []
+        self._expected_rows = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -108,6 +109,10 @@ class RowCache(Cache):
     def nbytes(self) -> int:
         """Memory of the buffers."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
+
+    def expect(self, rows: int) -> None:
+        """Say how many rows are about to be added, so that the buffers grow once for all of them."""
+        self._expected_rows = self._span.rows + rows
 
     def add(self, prefilled: DynamicCache, lengths: list[int], source_rows: list[int]) -> None:
         """Append rows from the cache of a prefill.
@@ -150,13 +155,13 @@ class RowCache(Cache):
             if row != last:
                 places[row] = places[last]
             places.pop()
-        for row, source in enumerate(places):
-            if row != source:
-                for layer in self.layers:
-                    for buffer in (layer.keys, layer.values):
-                        buffer[row, :, self._span.start : self._span.end] = buffer[
-                            source, :, self._span.start : self._span.end
-                        ]
+        moved = [(row, source) for row, source in enumerate(places) if row != source]
+        if moved:
+            here, there = torch.tensor(moved, device=self.layers[0].keys.device).unbind(1)
+            columns = slice(self._span.start, self._span.end)
+            for layer in self.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer[here, :, columns] = buffer[there, :, columns]
         self._lengths = [self._lengths[source] for source in places]
         self._span.rows = len(places)
         if places:
@@ -176,6 +181,7 @@ class RowCache(Cache):
         """Drop all rows and free the buffers."""
         self.layers.clear()
         self._lengths = []
+        self._expected_rows = 0
         self._span.rows = self._span.start = self._span.end = 0
 
     def _make_room(self, rows: int, columns_before: int = 0, columns_after: int = 0) -> None:
@@ -189,6 +195,6 @@ class RowCache(Cache):
         capacity = need + max(_GROWTH, need // 4)
         shift = need_before - span.end
         for layer in self.layers:
-            layer.resize(max(need_rows, buffer.shape[0]), capacity, shift)
+            layer.resize(max(need_rows, self._expected_rows, buffer.shape[0]), capacity, shift)
         span.start += shift
         span.end += shift

@@ -19,6 +19,8 @@ from rollout_testing import (
 )
 
 from ppo_lib.errors import EngineAsleepError, RolloutError, StaleWeightsError
+from ppo_lib.models import load_tokenizer, resolve_model_path
+from ppo_lib.rollout import hf_model
 from ppo_lib.rollout.engine import Cohort, GenerationRequest, SamplingParams
 from ppo_lib.rollout.hf_engine import HFEngine
 
@@ -133,6 +135,28 @@ def test_stop_token_and_end_token_stay_in_the_response_and_can_be_ignored(make_e
     assert (output.token_ids, output.finish_reason) == (expected, "stop")
 
 
+def test_a_stop_string_that_spans_tokens_ends_the_response_and_stays_in_it(make_engine):
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny-llama"))  # one character a token
+    engine = make_engine(tokenizer=tokenizer)
+    (free,) = run(generate_all(engine, requests_of(prompts_of([6]), ignore_eos=True, max_tokens=20)))
+    stop = tokenizer.decode(free.token_ids[5:8])
+    (output,) = run(generate_all(engine, requests_of(prompts_of([6]), stop=("nowhere", stop), ignore_eos=True)))
+    assert output.token_ids == free.token_ids[:8]
+    assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_holds_half_the_bytes_where_the_cpu_computes_in_it(native, make_engine, monkeypatch, caplog):
+    monkeypatch.setattr(hf_model, "cpu_has_bfloat16", lambda: native)
+    engine = make_engine(dtype="bfloat16")
+    assert engine._model.dtype == (torch.bfloat16 if native else torch.float32)
+    assert len([line for line in caplog.messages if "no bfloat16 arithmetic" in line]) == (0 if native else 1)
+    (half,) = run(generate_all(engine, requests_of(prompts_of([6]), max_tokens=1)))
+    (full,) = run(generate_all(make_engine(), requests_of(prompts_of([6]), max_tokens=1)))
+    assert half.token_ids == full.token_ids
+    assert half.log_probs == pytest.approx(full.log_probs, abs=0.1)
+
+
 def test_long_prompts_are_read_in_pieces_with_the_same_result(make_engine):
     prompts = prompts_of([40, 33, 2])
     whole = run(generate_all(make_engine(), requests_of(prompts, max_tokens=6)))
@@ -159,6 +183,7 @@ def test_responses_are_cut_at_the_context(make_engine):
         ([VOCAB], {}, "vocabulary is 0 to 95"),
         ([-1, 4], {}, "vocabulary is 0 to 95"),
         ([4], {"stop": ("x",)}, "no tokenizer"),
+        (["4"], {}, "token ids that are no integers"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(prompt, params, message, make_engine):

@@ -21,7 +21,7 @@ import torch
 from ppo_lib.algorithms.kl import get_kl_controller
 from ppo_lib.config import PPOConfig, as_config, need_old_log_probs, step_arithmetic
 from ppo_lib.models import load_processor, load_tokenizer, resolve_model_path
-from ppo_lib.reward import RewardLoopManager, as_batch_reward, check_dataset
+from ppo_lib.reward import RewardLoopManager, as_batch_reward, check_dataset, is_per_sample
 from ppo_lib.rollout import AgentLoopManager, CheckpointEngineManager, LLMServerManager
 from ppo_lib.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, ensure_ray
 from ppo_lib.trainer.batch_math import (
@@ -116,8 +116,10 @@ class RayPPOTrainer(PPOStages):
             tokenizer_path, model.trust_remote_code, model.custom_chat_template
         )
         self.processor = processor or load_processor(tokenizer_path, model.trust_remote_code)
-        self.reward_fn = as_batch_reward(reward_fn, self.tokenizer) if reward_fn else None
-        self.val_reward_fn = as_batch_reward(val_reward_fn, self.tokenizer) if val_reward_fn else None
+        # a scorer of one sample goes into the reward loop, a function of the whole batch takes the loop's place
+        self.scorer = reward_fn if reward_fn and is_per_sample(reward_fn) else None
+        self.reward_fn = as_batch_reward(reward_fn, self.tokenizer) if reward_fn and not self.scorer else None
+        self.val_reward_fn = as_batch_reward(val_reward_fn, self.tokenizer) if val_reward_fn else self.reward_fn
 
         self.train_dataloader, self.val_dataloader = create_dataloaders(
             self.config, self.tokenizer, self.processor, train_dataset, val_dataset, collate_fn, train_sampler
@@ -181,7 +183,7 @@ class RayPPOTrainer(PPOStages):
         self.checkpoint_manager = CheckpointEngineManager(
             config.actor_rollout_ref.rollout.checkpoint_engine, self.actor_rollout_wg, self.server_manager
         )
-        self.reward_loop_manager = RewardLoopManager(config.reward, self.tokenizer)
+        self.reward_loop_manager = RewardLoopManager(config.reward, self.tokenizer, compute_score=self.scorer)
         self.async_rollout_manager = AgentLoopManager(
             config,
             self.tokenizer,
@@ -348,10 +350,8 @@ class RayPPOTrainer(PPOStages):
             batch = self._join_rollouts(batch, gen_output)
             if self.val_reward_fn is not None:
                 scores, extra = self.val_reward_fn(batch)
-            elif "rm_scores" in batch.tensor_keys():
-                scores, extra = extract_reward(batch)
             else:
-                scores, extra = self.reward_loop_manager.score_batch(batch)
+                scores, extra = extract_reward(batch)
             batch.batch["token_level_scores"] = scores
             log.add(batch, extra, decode_rollouts(batch, self.tokenizer))
         directory, shown = self.config.trainer.validation_data_dir, self.config.trainer.log_val_generations

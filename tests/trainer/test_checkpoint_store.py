@@ -35,9 +35,14 @@ def test_auto_finds_the_newest_and_disable_finds_none(tmp_path):
 def test_a_failed_save_leaves_the_previous_checkpoint_and_no_debris(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    with pytest.raises(OSError, match="disk full"), store.writing(2) as folder:
-        (folder / "half").write_text("x")
-        raise OSError("disk full")
+
+    def run_out_of_disk():
+        with store.writing(2) as folder:
+            (folder / "half").write_text("x")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_out_of_disk()
     assert store.resolve("auto", None) == tmp_path / "global_step_1"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "latest_checkpointed_iteration.txt"]
 

@@ -171,5 +171,14 @@ def test_a_reward_function_given_to_the_trainer_is_used_instead_of_the_configure
     def shorter_is_better(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": -float(len(solution_str)), "chars": len(solution_str)}
 
-    lines = run(tmp_path, *GRPO, reward_fn=shorter_is_better)
-    assert all(line["critic/score/mean"] < 0 for line in lines)
+    def batch_at_once(data, return_dict=False):
+        lengths = data.batch["response_mask"].sum(-1)
+        scores = torch.zeros(data.batch["responses"].shape)
+        scores[:, -1] = -lengths.float()  # on padding: the trainer moves it to the last policy token
+        return {"reward_tensor": scores, "reward_extra_info": {"chars": lengths.tolist()}} if return_dict else scores
+
+    for name, reward_fn in {"sample": shorter_is_better, "batch": batch_at_once}.items():
+        lines = run(tmp_path / name, *GRPO, "trainer.test_freq=2", reward_fn=reward_fn)
+        assert all(line["critic/score/mean"] < 0 for line in lines)
+        assert lines[-1]["val-core/repeat-digit/reward/mean@1"] < 0
+        assert "val-aux/repeat-digit/chars/mean@1" in lines[-1]

@@ -178,15 +178,21 @@ def start_ray_replicas(spec: EngineSpec, pool: RayResourcePool, count: int, time
 async def call_actor(ref: Any, name: str, method: str, timeout_s: float) -> Any:
     """Await a Ray call; what goes wrong becomes an error that names who and where.
 
+    Who stops waiting, for lack of time or because it is cancelled, cancels the call at the other end too.
+
     Raises:
         WorkerDiedError: The actor is gone.
         WorkerTimeoutError: No answer in time.
         Exception: What the method raised, as its own class.
     """
+    import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
         return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
     except RayTaskError as error:  # first: it may be a TimeoutError too, if that is what the method raised
         cause = error.cause if isinstance(error.cause, Exception) else error
         add_note(cause, f"raised by {name} in {method}")
@@ -194,6 +200,7 @@ async def call_actor(ref: Any, name: str, method: str, timeout_s: float) -> Any:
     except RayError as error:
         raise WorkerDiedError(f"{name} died during {method}: {why_it_ended(error)}") from error
     except TimeoutError:
+        ray.cancel(ref)
         raise _too_late(name, method, timeout_s) from None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppo_lib.config import ActorRolloutRefConfig
-from ppo_lib.errors import WorkerTimeoutError
 from ppo_lib.rollout.engine import SLEEP_TAGS, EngineStatus, GenerationRequest, TokenOutput
 from ppo_lib.rollout.engines import resolve_engine_name
 from ppo_lib.rollout.replica import EngineSpec, LocalReplicaHandle, ReplicaHandle, run_blocking, start_ray_replicas
@@ -32,14 +31,9 @@ class LLMServerClient:
         Raises:
             StaleWeightsError, EngineAsleepError, RolloutError: As `RolloutEngine.generate`.
             WorkerDiedError: The replica is gone.
-            WorkerTimeoutError: It did not answer in time; the request is called off.
+            WorkerTimeoutError: It did not answer in time; the request is called off, as it is when this is cancelled.
         """
-        handle = self.replicas[replica]
-        try:
-            return await handle.call("generate", request, min_weight_version, timeout_s=self._timeout_s)
-        except WorkerTimeoutError as error:
-            await _best_effort(handle.call("abort", [request.request_id], timeout_s=1.0))
-            raise WorkerTimeoutError(f"request {request.request_id}: {error}") from None
+        return await self.replicas[replica].call("generate", request, min_weight_version, timeout_s=self._timeout_s)
 
 
 class LLMServerManager:
@@ -137,10 +131,3 @@ class LLMServerManager:
             replica.shutdown()
         if self._pool is not None:
             self._pool.release(self)
-
-
-async def _best_effort(awaitable: Any) -> None:
-    try:
-        await awaitable
-    except Exception:
-        return

@@ -111,8 +111,25 @@ def test_errors_of_agent_loops_arrive_as_they_were_raised(parts):
     gen_batch.batch["input_ids"][2, -1] = 5000
     with pytest.raises(RolloutError, match="vocabulary is 0 to 95"):
         parts.loops.generate_sequences(gen_batch)
-    gen_batch.non_tensor_batch["reward_model"][1] = None
-    assert [status.running for status in parts.servers.status()] == [0, 0]
+    _wait_until_idle(parts)
+
+
+def test_a_failed_batch_is_called_off_on_every_replica_through_the_agent_loop_workers(parts):
+    gen_batch = gen_batch_of(PROMPTS, n=200, temperature=2.0)
+    gen_batch.batch["input_ids"][-1, -1] = 5000  # on the second replica, whose cohort never gets complete
+    with pytest.raises(RolloutError, match="vocabulary is 0 to 95"):
+        parts.loops.generate_sequences(gen_batch)
+    _wait_until_idle(parts)
+    parts.checkpoints.sleep_replicas()  # refused while requests are held
+    parts.checkpoints.wake_replicas()
+
+
+def _wait_until_idle(parts: Parts) -> None:
+    """A cancellation reaches the engines a moment after the error reaches the caller."""
+    deadline = time.monotonic() + 10
+    while any(status.running or status.waiting for status in parts.servers.status()):
+        assert time.monotonic() < deadline, parts.servers.status()
+        time.sleep(0.05)
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_actor(parts, tmp_path, no_leftovers):

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ppo_lib.config import PPOConfig, worker_count
-from ppo_lib.errors import PPOLibError, WorkerTimeoutError
+from ppo_lib.errors import WorkerTimeoutError
 from ppo_lib.reward import RewardLoopManager, RewardSample
 from ppo_lib.rollout.agent_loop.base import AgentLoopOutput, AgentSample
 from ppo_lib.rollout.agent_loop.collate import collate
@@ -22,14 +23,17 @@ from ppo_lib.rollout.agent_loop.samples import samples_of
 from ppo_lib.rollout.server import LLMServerManager
 from protocol import DataProto
 
+_CALL_OFF_S = 10.0
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class SampleHandle:
-    """A sample on its way."""
+    """A sample on its way. The future is done when nothing of it runs any more, also after a cancellation."""
 
     sample: AgentSample
+    task: asyncio.Task[AgentLoopOutput]
     future: Future[AgentLoopOutput]
 
 
@@ -75,7 +79,7 @@ class AgentLoopManager:
         """
         self._submitted += 1
         samples = samples_of(gen_batch, self._section.rollout, self._servers, f"batch{self._submitted}")
-        return [SampleHandle(sample, self._start(self._finish(sample))) for sample in samples]
+        return asyncio.run_coroutine_threadsafe(self._start(samples), self._loop).result(self._servers.timeout_s)
 
     def collect(self, handles: Sequence[SampleHandle]) -> Iterator[AgentLoopOutput]:
         """Samples as they finish.
@@ -111,13 +115,15 @@ class AgentLoopManager:
 
     def shutdown(self) -> None:
         """Call off what runs, end the workers and the thread. Safe to call twice."""
-        self._runner.shutdown()
         if self._thread.is_alive():
             # in the loop's own thread: a notebook's thread has a running loop already and can drive no other
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=5.0)
+            with suppress(TimeoutError):  # a loop of the user's own may swallow its cancellation, or block the thread
+                asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_CALL_OFF_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(_CALL_OFF_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+        self._runner.shutdown()
 
     def _make_runner(self) -> LoopRunner:
         asked = self._section.rollout.agent.num_workers
@@ -133,8 +139,13 @@ class AgentLoopManager:
         count = worker_count(asked)
         return ActorRunner(count, *arguments, self._servers.timeout_s) if count else InProcessRunner(*arguments)
 
-    def _start(self, coroutine: Coroutine[Any, Any, AgentLoopOutput]) -> Future[AgentLoopOutput]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    async def _start(self, samples: Sequence[AgentSample]) -> list[SampleHandle]:
+        handles = []
+        for sample in samples:
+            handle = SampleHandle(sample, asyncio.create_task(self._finish(sample)), Future())
+            handle.task.add_done_callback(partial(_pass_on, handle.future))
+            handles.append(handle)
+        return handles
 
     async def _finish(self, sample: AgentSample) -> AgentLoopOutput:
         """Generate and score one sample."""
@@ -146,10 +157,10 @@ class AgentLoopManager:
         return replace(output, reward=reward, timing={**output.timing, "reward": time.monotonic() - begin})
 
     def _call_off(self, handles: Sequence[SampleHandle]) -> None:
+        """Cancel what is unfinished, which the engines notice, and see it ended."""
         for handle in handles:
-            handle.future.cancel()
-        with suppress(PPOLibError):  # a dead replica has nothing to call off
-            self._servers.abort()
+            self._loop.call_soon_threadsafe(handle.task.cancel)
+        wait([handle.future for handle in handles], _CALL_OFF_S)
 
     def _too_late(self, handles: Sequence[SampleHandle]) -> WorkerTimeoutError:
         late = [handle.sample for handle in handles if not handle.future.done()]
@@ -165,3 +176,11 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+def _pass_on(future: Future[AgentLoopOutput], task: asyncio.Task[AgentLoopOutput]) -> None:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is None:
+        future.set_result(task.result())
+    else:
+        future.set_exception(error)

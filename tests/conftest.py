@@ -36,9 +36,9 @@ class ProcessWatch:
                 found.add(process.pid)
         return found
 
-    def below(self, pid: int) -> set[int]:
-        """Process ids of all descendants of a process."""
-        return {process.pid for process in psutil.Process(pid).children(recursive=True)}
+    def below(self, pid: int) -> dict[int, str]:
+        """Process id -> command line of all descendants of a process."""
+        return {process.pid: " ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True)}
 
     def survivors(self, pids: set[int], timeout_s: float = 15.0) -> set[int]:
         """Which of the processes are still there (zombies do not count) once all are gone or the time is up."""

@@ -77,7 +77,11 @@ class DispatchMode:
 def split_same(context: DispatchContext, *args: Any, **kwargs: Any) -> SplitArguments:
     """Every rank gets the same arguments."""
     n = context.world_size
-    return tuple([arg] * n for arg in args), {name: [arg] * n for name, arg in kwargs.items()}
+    return tuple([_awaited(arg)] * n for arg in args), {name: [_awaited(arg)] * n for name, arg in kwargs.items()}
+
+
+def _awaited(arg: Any) -> Any:
+    return arg.get() if isinstance(arg, DataProtoFuture) else arg
 
 
 def split_lists(context: DispatchContext, *args: Any, **kwargs: Any) -> SplitArguments:
@@ -141,8 +145,8 @@ def split_weighted_rows(context: DispatchContext, *args: Any, **kwargs: Any) -> 
     Raises:
         BatchMismatchError: the rows do not divide over the ranks and there is no `response_mask` to set to zero.
     """
-    args = tuple(arg.get() if isinstance(arg, DataProtoFuture) else arg for arg in args)
-    kwargs = {name: arg.get() if isinstance(arg, DataProtoFuture) else arg for name, arg in kwargs.items()}
+    args = tuple(map(_awaited, args))
+    kwargs = {name: _awaited(arg) for name, arg in kwargs.items()}
     batches = {name: arg for name, arg in [*enumerate(args), *kwargs.items()] if is_batch(arg)}
     for name, batch in batches.items():
         if len(batch) % context.world_size and "response_mask" not in column_names(batch):

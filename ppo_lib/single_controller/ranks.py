@@ -147,7 +147,7 @@ class RankActors:
         for other, raised in answers.raised.items():
             if raised.cause is not error:
                 add_note(error, f"{role} rank {other} raised {type(raised.cause).__name__}: {raised.cause}")
-        if answers.late and late not in str(error):
+        if answers.late and not isinstance(error, WorkerTimeoutError):
             add_note(error, f"no answer from {late}")
         if answers.lost or answers.late:
             self._stop(f"{role}.{method} failed earlier: {type(error).__name__}: {error}")
@@ -174,6 +174,8 @@ class RankActors:
             return
         self._ended = why
         self._finalizer.detach()
+        if not ray.is_initialized():  # Ray has taken the processes with it
+            return
         _kill(self.actors)
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for pid in [place.pid for place in self._places if place.node_id == _this_node()]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ __all__ = ["available_cores", "ensure_ray"]
 
 _CPU_OBJECT_STORE_BYTES = 1 << 30
 """Batches of a CPU run are small, and Ray's own default (30% of the memory) is taken from the model."""
-
-
 START_ATTEMPTS = 3
+"""Of starting Ray here, each of which Ray gives up after 30 s."""
+_CONNECT_TIMEOUT_S = 10.0
 
 
 def available_cores() -> int:
@@ -54,17 +55,27 @@ def ensure_ray(ray_kwargs_config: Any = None) -> bool:
     options = ray_init_options(ray_kwargs_config, torch.cuda.is_available())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(_worth_saying)
+    address = options["address"]
     try:
+        _knock(address)
         for _ in range(START_ATTEMPTS):
             if _start(options):
                 return True
-    except ConnectionError as err:
-        address = options["address"]
+    except OSError as err:
+        if address == "local":
+            raise
         raise ConfigError(f"ray_kwargs.ray_init.address: no Ray cluster answers at {address!r} ({err})") from err
     raise WorkerTimeoutError(
         f"Ray did not come up within its 30 s, {START_ATTEMPTS} times in a row. It needs about 5 s of CPU time: the "
         f"machine is overloaded, or Ray's logs in /tmp/ray/session_latest/logs say what is wrong"
     )
+
+
+def _knock(address: str) -> None:
+    """Fail at once where nothing listens at `host:port`: Ray itself goes on trying for minutes."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
 
 
 def _start(options: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
 from collections.abc import Mapping
@@ -100,7 +101,8 @@ class RayResourcePool:
         deadline = time.monotonic() + READY_TIMEOUT_S
         try:
             for group in groups:
-                if not group.wait(max(0.0, deadline - time.monotonic())):
+                whole_seconds = math.ceil(deadline - time.monotonic())  # Ray cuts off what is behind the point
+                if not group.wait(max(1, whole_seconds)):
                     raise WorkerTimeoutError(
                         f"resource pool {self.name_prefix!r}: {self._wanted()} were not free within "
                         f"{READY_TIMEOUT_S:g} s ({_free_and_total()}). Something else holds them: "

@@ -41,6 +41,10 @@ class Scale(Worker):
     def place(self) -> tuple[int, int, str]:
         return self.rank, self.world_size, os.environ["RANK"]
 
+    @register()
+    def rows(self, batch: TensorDict) -> int:
+        return len(batch)
+
     @register(Dispatch.RANK_ZERO)
     def fail(self) -> None:
         raise LookupError("no such thing")
@@ -91,6 +95,7 @@ def test_a_future_feeds_the_next_call(group):
     assert isinstance(future, DataProtoFuture)
     assert future.done()
     assert group.scale(future)["y"].tolist() == [0, 9, 18]
+    assert group.rows(future) == [3]
     assert future.get()["x"].tolist() == [0, 3, 6]
 
 

@@ -33,11 +33,12 @@ future.get()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
-def test_no_process_outlives_its_driver(no_leftovers, how):
+def test_no_rank_outlives_its_driver(no_leftovers, how):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert driver.stdout.readline() == "ready\n", driver.stderr.read()
-        processes = no_leftovers.below(driver.pid)
+        # Ray's two agents spend a minute on trying to report the death of a driver that was killed; nothing else may
+        processes = {pid for pid, title in no_leftovers.below(driver.pid).items() if "Agent" not in title}
         assert len(processes) >= 3  # Ray's own and the rank
         driver.send_signal(how)
         driver.wait(timeout=30)

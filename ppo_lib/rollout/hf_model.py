@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from typing import Any
 
 import torch
@@ -13,29 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ppo_lib.config import ActorRolloutRefConfig
 from ppo_lib.errors import ModelError, RolloutError
 from ppo_lib.models import resolve_model_path
+from ppo_lib.models.dtypes import computed_dtype
 from ppo_lib.rollout.attention import register_decode_attention
 
-logger = logging.getLogger(__name__)
-
 _CACHEABLE = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-def rollout_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the engine's weights: `bfloat16` becomes float32 on a CPU without bfloat16 arithmetic."""
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-    if dtype is torch.bfloat16 and device.type == "cpu" and not cpu_has_bfloat16():
-        logger.warning(
-            "rollout.dtype=bfloat16: this CPU has no bfloat16 arithmetic (avx512_bf16, amx_bf16), where it would be "
-            "many times slower; the rollout holds float32 weights"
-        )
-        return torch.float32
-    return dtype
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices natively."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.device) -> PreTrainedModel:
@@ -49,7 +29,7 @@ def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.dev
         ModelError: The model cannot be built from its folder or id.
         RolloutError: The model's cache cannot hold rows that come and go.
     """
-    dtype = rollout_dtype(config.rollout.dtype, device)
+    dtype = computed_dtype(config.rollout.dtype, device)
     if config.model.external_lib:
         importlib.import_module(config.model.external_lib)
     trust = config.model.trust_remote_code

@@ -13,6 +13,7 @@ from torch import nn
 
 from ppo_lib.errors import ConfigError
 from ppo_lib.models import load_tokenizer
+from ppo_lib.models.dtypes import computed_dtype
 from ppo_lib.single_controller import Dispatch, Worker, register
 from ppo_lib.workers.checkpoint import load_checkpoint, save_checkpoint
 from ppo_lib.workers.distributed import build_mesh, ensure_process_group
@@ -21,7 +22,6 @@ from ppo_lib.workers.loading import build_engine, load_policy
 from ppo_lib.workers.losses import policy_loss
 from ppo_lib.workers.metrics import gpu_memory_metrics
 from ppo_lib.workers.packing import MicroBatching, PackedRows
-from ppo_lib.workers.precision import rollout_dtype
 from ppo_lib.workers.training_worker import Forward, TrainingWorker
 from protocol import tensordict_utils as tu
 
@@ -133,13 +133,13 @@ class ActorRolloutRefWorker(Worker):
 
     def _rollout_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         engine = self.actor.engine
-        return engine.named_full_tensors(rollout_dtype(self.config.rollout.dtype, engine.device))
+        return engine.named_full_tensors(computed_dtype(self.config.rollout.dtype, engine.device))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_spec(self) -> list[tuple[str, tuple[int, ...], str]]:
         """(name, shape, dtype) of every tensor that `send_weights` hands over, in order."""
         engine = self.actor.engine
-        dtype = rollout_dtype(self.config.rollout.dtype, engine.device)
+        dtype = computed_dtype(self.config.rollout.dtype, engine.device)
         tensors = [*engine.named_parameters(), *engine.named_persistent_buffers()]
         return [
             (name, tuple(t.shape), str(dtype if t.is_floating_point() else t.dtype).removeprefix("torch."))

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ppo_lib.errors import ConfigError, ModelError
 from ppo_lib.models import resolve_model_path
+from ppo_lib.models.dtypes import parse_dtype
 from ppo_lib.workers.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from ppo_lib.workers.distributed import all_agree
 from ppo_lib.workers.fsdp_engine import FSDPEngine, shard_module
 from ppo_lib.workers.modules import PolicyModule, ValueModule
 from ppo_lib.workers.packing import PackedRows
-from ppo_lib.workers.precision import Precision, parse_dtype
+from ppo_lib.workers.precision import Precision
 
 __all__ = ["build_engine", "check_packing", "load_policy", "load_value_model"]
 

@@ -19,8 +19,7 @@ from rollout_testing import (
 )
 
 from ppo_lib.errors import EngineAsleepError, RolloutError, StaleWeightsError
-from ppo_lib.models import load_tokenizer, resolve_model_path
-from ppo_lib.rollout import hf_model
+from ppo_lib.models import dtypes, load_tokenizer, resolve_model_path
 from ppo_lib.rollout.engine import Cohort, GenerationRequest, SamplingParams
 from ppo_lib.rollout.hf_engine import HFEngine
 
@@ -147,7 +146,8 @@ def test_a_stop_string_that_spans_tokens_ends_the_response_and_stays_in_it(make_
 
 @pytest.mark.parametrize("native", [True, False])
 def test_bfloat16_holds_half_the_bytes_where_the_cpu_computes_in_it(native, make_engine, monkeypatch, caplog):
-    monkeypatch.setattr(hf_model, "cpu_has_bfloat16", lambda: native)
+    monkeypatch.setattr(dtypes, "cpu_computes_bfloat16", lambda: native)
+    dtypes._say_float32.cache_clear()
     engine = make_engine(dtype="bfloat16")
     assert engine._model.dtype == (torch.bfloat16 if native else torch.float32)
     assert len([line for line in caplog.messages if "no bfloat16 arithmetic" in line]) == (0 if native else 1)

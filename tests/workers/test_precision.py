@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ppo_lib.errors import ConfigError
-from ppo_lib.workers import precision
-from ppo_lib.workers.precision import Precision, parse_dtype, rollout_dtype
+from ppo_lib.models import dtypes
+from ppo_lib.models.dtypes import computed_dtype, parse_dtype
+from ppo_lib.workers.precision import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -16,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def cpu_with(monkeypatch: pytest.MonkeyPatch):
     def install(**capabilities: bool) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        precision._warn_no_bf16.cache_clear()
+        dtypes._say_float32.cache_clear()
 
     return install
 
@@ -28,7 +29,7 @@ def test_bfloat16_is_autocast_on_a_cpu_that_computes_it(instruction: str, cpu_wi
     assert mixed.autocast_dtype == torch.bfloat16
     with mixed.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    assert rollout_dtype("bfloat16", CPU) == torch.bfloat16
+    assert computed_dtype("bfloat16", CPU) == torch.bfloat16
 
 
 def test_bfloat16_is_fp32_with_one_warning_on_other_cpus(cpu_with, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,7 +43,7 @@ def test_bfloat16_is_fp32_with_one_warning_on_other_cpus(cpu_with, caplog: pytes
     assert [record.message for record in caplog.records] == [
         "this CPU has no bfloat16 arithmetic (AVX512-bf16 or AMX): dtype bfloat16 is computed in float32"
     ]
-    assert rollout_dtype("bfloat16", CPU) == torch.float32
+    assert computed_dtype("bfloat16", CPU) == torch.float32
 
 
 def test_fp32_says_nothing(cpu_with, caplog: pytest.LogCaptureFixture) -> None:

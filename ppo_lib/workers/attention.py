@@ -10,6 +10,7 @@ activation checkpointing a layer is run a second time during backward, when a gl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -110,8 +111,8 @@ def packed_attention(
     # In bf16 the CPU kernel's backward is nine times slower than in fp32 (88 ms against 10 ms for 2816 tokens, AMX
     # machine) and its forward no faster, so under autocast only the projections around it are bf16.
     with torch.autocast(query.device.type, enabled=False):
-        query, key, value = query.float(), key.float(), value.float()
-        return _sliced(query, key, value, scaling, packed_rows, sliding_window), None
+        out = _sliced(query.float(), key.float(), value.float(), scaling, packed_rows, sliding_window)
+    return out.to(query.dtype), None
 
 
 def _refuse_what_is_not_computed(
@@ -175,10 +176,9 @@ def _sliced(
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     sizes = [length * count for length, count in rows.runs]
-    # `split` and not slicing: the backward of a slice writes a whole packed row of zeros, once per slice.
-    parts = zip(rows.runs, *(states[0].transpose(0, 1).split(sizes) for states in (query, key, value)))
     outputs = []
-    for (length, count), q, k, v in parts:
+    # `split` and not slicing: the backward of a slice writes a whole packed row of zeros, once per slice.
+    for (length, count), q, k, v in zip(rows.runs, *(_split(states, sizes) for states in (query, key, value))):
         # (count, heads, length, head_dim)
         q, k, v = (states.unflatten(0, (count, length)).transpose(1, 2) for states in (q, k, v))
         band = None if window is None or length <= window else _causal_band(length, window, q.device)
@@ -186,7 +186,13 @@ def _sliced(
             q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=grouped
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # (count * len, heads, d)
-    return torch.cat(outputs).unsqueeze(0)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+
+def _split(states: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    """(1, heads, N, head_dim) to one (size, heads, head_dim) per run."""
+    tokens = states[0].transpose(0, 1)
+    return [tokens] if len(sizes) == 1 else tokens.split(sizes)  # splitting into one still copies in backward
 
 
 def _causal_band(length: int, window: int, device: torch.device) -> torch.Tensor:

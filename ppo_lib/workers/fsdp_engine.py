@@ -43,6 +43,10 @@ def shard_module(
 ) -> None:
     """Shard in place: every block (decoder layer) by itself, the rest with the root.
 
+    A single rank on a CPU has nothing to shard, and FSDP2 would still copy each parameter twice and each gradient twice
+    a pass: 1.1 of 4.0 CPU-seconds of an update of a 135M model, and twice its memory. There the module stays as it is.
+    On CUDA one rank is sharded too, which is how it gets its mixed precision.
+
     Args:
         module: the root; its forward must touch every parameter that it uses.
         blocks: submodules gathered one at a time.
@@ -50,6 +54,8 @@ def shard_module(
         config: an `fsdp_config` section.
         precision: what the arithmetic runs in.
     """
+    if mesh.size() == 1 and precision.device_type == "cpu":
+        return
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
@@ -87,10 +93,10 @@ def _units(module: nn.Module) -> list[FSDPModule]:
 
 
 class FSDPEngine:
-    """Owns a sharded module and, where it is trained, its optimizer.
+    """Owns a module and, where it is trained, its optimizer.
 
     Args:
-        module: already sharded with `shard_module`.
+        module: after `shard_module`.
         config: an `fsdp_config` section.
         device: where it computes.
         mesh: over which it is sharded.
@@ -157,13 +163,16 @@ class FSDPEngine:
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add this micro-batch's gradient; `last` is the mini-batch's last, after which `step` is called."""
-        root: Any = self.module
+        if isinstance(self.module, FSDPModule):
+            self._announce_backward(self.module, last)
+        loss.backward()
+
+    def _announce_backward(self, root: FSDPModule, last: bool) -> None:
         if self.config.use_no_sync_for_gradient_accumulation:
             root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
         if not self.config.reshard_after_forward:
             root.set_reshard_after_backward(last)  # gathered once a mini-batch instead of once a micro-batch
-        loss.backward()
 
     def step(self, apply: bool = True) -> StepReport:
         """Clip the accumulated gradient, step the optimizer, clear the gradient.

@@ -100,7 +100,7 @@ class _HeadLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros(count, dtype=torch.float32, device=labels.device)
         grad_hidden = torch.empty_like(states, dtype=ctx.input_dtypes[0]) if needs_hidden else None
-        grad_weight = torch.zeros_like(matrix, dtype=torch.float32) if needs_weight else None
+        grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         with torch.autocast(labels.device.type, enabled=False):
             for part in _parts(count, ctx.chunk):
@@ -117,9 +117,11 @@ class _HeadLogProbs(torch.autograd.Function):
                 grad_logits = grad_logits.to(states.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = grad_logits @ matrix
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits.T, states[part])
-        grad_weight = None if grad_weight is None else grad_weight.to(ctx.input_dtypes[1])
+                if needs_weight:
+                    grad_weight = _add_product(grad_weight, grad_logits.T, states[part])
+        if needs_weight:
+            grad_weight = torch.zeros_like(matrix) if grad_weight is None else grad_weight
+            grad_weight = grad_weight.to(ctx.input_dtypes[1])
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
@@ -139,9 +141,8 @@ def _log_softmax(
     return torch.log_softmax(logits, dim=-1)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, summed in fp32 over chunks also where the product is computed in half precision."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a @ b, in place and summed in fp32 over chunks also where the product is in half precision."""
+    if total is None:
+        return (a @ b).float()
+    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)

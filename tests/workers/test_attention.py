@@ -17,7 +17,7 @@ def states(heads: int, kv_heads: int, dim: int = 8) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = sum(LENGTHS)
     shapes = [(1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
 def by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_each_row_sees_itself_and_its_window_only(heads: int, kv_heads: int, win
     ours, theirs = states(heads, kv_heads), states(heads, kv_heads)
     out, _ = packed_attention(nn.Identity(), *ours, None, scaling=0.3, packed_rows=layout, sliding_window=window)
     expected = by_hand(*theirs, 0.3, window or 99)
-    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -70,7 +70,7 @@ def test_what_is_not_computed_is_refused(argument: dict[str, Any], message: str)
 
 
 def test_attention_stays_in_fp32_under_autocast() -> None:
-    query, key, value = (tensor.detach().float() for tensor in states(2, 2))
+    query, key, value = (tensor.detach() for tensor in states(2, 2))
     plain, _ = packed_attention(nn.Identity(), query, key, value, None, packed_rows=PackedLayout(LENGTHS, CPU))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast, _ = packed_attention(nn.Identity(), query, key, value, None, packed_rows=PackedLayout(LENGTHS, CPU))

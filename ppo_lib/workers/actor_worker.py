@@ -177,7 +177,7 @@ class ActorRolloutRefWorker(Worker):
 def fingerprint(engine: FSDPEngine) -> dict[str, int]:
     """CRC-32 of the bytes of every whole tensor; a collective."""
     return {
-        name: zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        name: zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         for name, tensor in engine.named_full_tensors()
     }
 

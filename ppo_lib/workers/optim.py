@@ -45,7 +45,7 @@ class LearningRate:
             ConfigError: the schedule depends on a total that nobody gave.
         """
         total = optim.total_training_steps if optim.total_training_steps > 0 else total_optimizer_steps
-        by_ratio = optim.lr_warmup_steps is None or optim.lr_warmup_steps < 0
+        by_ratio = optim.lr_warmup_steps < 0
         depends = optim.lr_scheduler_type != "constant" or (by_ratio and optim.lr_warmup_steps_ratio > 0)
         if depends and total <= 0:
             raise ConfigError(
@@ -55,7 +55,7 @@ class LearningRate:
         return cls(
             peak=optim.lr,
             shape=optim.lr_scheduler_type,
-            warmup=int(optim.lr_warmup_steps_ratio * total) if by_ratio else optim.lr_warmup_steps,
+            warmup=int(optim.lr_warmup_steps_ratio * total if by_ratio else optim.lr_warmup_steps),
             total=total,
             min_ratio=optim.min_lr_ratio,
             num_cycles=optim.num_cycles,

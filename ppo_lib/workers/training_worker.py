@@ -22,12 +22,11 @@ from ppo_lib.workers.packing import JaggedRows, MicroBatching, PackedRows, fille
 
 __all__ = ["Forward", "LossFunction", "TrainingWorker"]
 
-Forward: TypeAlias = "Callable[[nn.Module, PackedRows], dict[str, torch.Tensor]]"
+Forward: TypeAlias = Callable[[nn.Module, PackedRows], dict[str, torch.Tensor]]
 """(root module, packed rows) -> flat (M) results for their response tokens."""
-LossFunction: TypeAlias = (
-    "Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators], "
-    "tuple[torch.Tensor, dict[str, torch.Tensor]]]"
-)
+LossFunction: TypeAlias = Callable[
+    [dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators], tuple[torch.Tensor, dict[str, torch.Tensor]]
+]
 """(outputs (b, r), columns (b, r), denominators) -> (loss, metrics), all contributions to their mini-batch."""
 
 

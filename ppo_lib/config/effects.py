@@ -110,6 +110,8 @@ def _algorithm_rows(config: PPOConfig) -> Iterator[Row]:
         yield f"algorithm.{name}", grpo, "grpo gives all tokens of a response one advantage"
     yield "algorithm.norm_adv_by_std_in_grpo", algorithm.adv_estimator == "gae", "adv_estimator is gae"
     actor = config.actor_rollout_ref.actor
+    both_set = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
+    yield f"{_ACTOR}.clip_ratio", both_set, "clip_ratio_low and clip_ratio_high are set"
     for name in ("kl_loss_coef", "kl_loss_type"):
         yield f"{_ACTOR}.{name}", not actor.use_kl_loss, "use_kl_loss is false"
 
@@ -125,6 +127,7 @@ def _update_rows(name: str, section: ActorConfig | CriticConfig) -> Iterator[Row
         "only seq-mean-token-sum-norm divides by it",
     )
     optim = section.optim
+    yield f"{name}.grad_clip", optim.clip_grad != section.grad_clip, f"{name}.optim.clip_grad is set"
     yield f"{name}.optim.num_cycles", optim.lr_scheduler_type != "cosine", "the schedule is not a cosine"
     yield f"{name}.optim.min_lr_ratio", optim.lr_scheduler_type == "constant", "the schedule is constant"
     yield f"{name}.optim.lr_warmup_steps_ratio", optim.lr_warmup_steps >= 0, "lr_warmup_steps is set"

@@ -65,14 +65,12 @@ class TrainerConfig(ConfigModel):
     """Newest actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Positive | None = None
     """Newest critic checkpoints to keep; null keeps all."""
-    ray_wait_register_center_timeout: Positive = 300
-    """Seconds to wait for the workers to be placed and up."""
     seed: int = 42
     """Feeds every seed that is left null."""
     worker_group: Literal["ray", "local"] = "ray"
     """`local` runs one rank in this process: notebooks, debuggers."""
     stage_timeout_s: Annotated[float, Field(gt=0.0)] = 3600
-    """Seconds one stage of a step may take."""
+    """Seconds that one stage of a step, or the start of the workers, may take."""
     checks: bool = True
     """Hold each stage's output against the field table."""
 

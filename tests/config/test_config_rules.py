@@ -211,6 +211,14 @@ def test_old_log_probs_are_left_out_only_where_they_change_nothing():
         (["algorithm.lam=0.9"], "algorithm.lam has no effect"),
         ([f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"], "use_dynamic_bsz packs rows"),
         ([f"{ROLLOUT}.val_kwargs.n=4"], "val_kwargs.n has no effect: val_kwargs.do_sample is false, so all responses"),
+        (
+            [f"{ACTOR}.grad_clip=2", f"{ACTOR}.optim.clip_grad=3"],
+            "actor.grad_clip has no effect: actor_rollout_ref.actor.optim.clip_grad is",
+        ),
+        (
+            [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.3", f"{ACTOR}.clip_ratio_high=0.4"],
+            "actor.clip_ratio has no effect: clip_ratio_low and",
+        ),
         (["trainer.resume_from_path=x"], "trainer.resume_from_path has no effect: resume_mode is not resume_path"),
         ([f"{ROLLOUT}.n=1"], "rollout.n=1: grpo compares the rollouts of one prompt"),
         (["reward.custom_reward_function.reward_kwargs={a: 1}"], "has no effect: its path is not set"),

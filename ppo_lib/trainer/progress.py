@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -41,7 +41,7 @@ class Progress:
         """Take the bar off the screen."""
         self.bar.close()
 
-    def summary(self, log_dir: Path, logger: list[str], saved: Path | None) -> str:
+    def summary(self, log_dir: Path, logger: Sequence[str], saved: Path | None) -> str:
         """Reward first and last, validation before and after, where the logs are, and whether anything was saved."""
         lines = [f"Done: {len(self.rewards)} training steps."]
         if self.rewards:

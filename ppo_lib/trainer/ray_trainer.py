@@ -9,13 +9,11 @@ are built in `build.py`; here they are put in order, so that one can read a step
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ppo_lib.algorithms.kl import get_kl_controller
@@ -44,6 +42,7 @@ from ppo_lib.trainer.dump import decode_rollouts, dump_generations
 from ppo_lib.trainer.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from ppo_lib.trainer.preflight import preflight
 from ppo_lib.trainer.progress import Progress
+from ppo_lib.trainer.randomness import driver_random_state, restore_driver_random_state, seed_everything
 from ppo_lib.trainer.stages import PPOStages
 from ppo_lib.trainer.timing import marked_timer
 from ppo_lib.trainer.tracking import Tracking
@@ -315,7 +314,7 @@ class RayPPOTrainer(PPOStages):
                 yield done("update_actor")
 
             if trainer.rollout_data_dir:
-                self._dump_rollouts(batch)
+                self._dump_rollouts(batch, trainer.rollout_data_dir)
 
             if trainer.save_freq > 0 and (is_last_step or self.global_steps % trainer.save_freq == 0):
                 with running("save_checkpoint", timing):
@@ -363,8 +362,8 @@ class RayPPOTrainer(PPOStages):
             )
         return log.metrics()
 
-    def _dump_rollouts(self, batch: DataProto) -> None:
-        """Write this step's rollouts as text to `trainer.rollout_data_dir`."""
+    def _dump_rollouts(self, batch: DataProto, directory: str) -> None:
+        """Write this step's rollouts as text."""
         keep = ~batch.batch["is_padding"]
         texts = decode_rollouts(batch, self.tokenizer)
         scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
@@ -373,7 +372,7 @@ class RayPPOTrainer(PPOStages):
             for (prompt, response), score, kept in zip(texts, scores, keep.tolist())
             if kept
         ]
-        dump_generations(self.config.trainer.rollout_data_dir, self.global_steps, samples)
+        dump_generations(directory, self.global_steps, samples)
 
     # ---------------------------------------------------------------- saving and resuming
 
@@ -437,30 +436,3 @@ def leave_ray(timeline_json_file: str | None) -> None:
     if timeline_json_file and ray.is_initialized():
         ray.timeline(filename=timeline_json_file)
     ray.shutdown()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the driver's own generators. Workers and rollouts have seeds of their own."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def driver_random_state() -> dict[str, Any]:
-    """The states of the driver's generators as plain JSON values."""
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [name, keys.tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-    }
-
-
-def restore_driver_random_state(state: dict[str, Any]) -> None:
-    """Undo `driver_random_state`."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))

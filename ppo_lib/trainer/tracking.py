@@ -7,7 +7,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,7 +146,7 @@ class Tracking:
 
     def __init__(
         self,
-        logger: list[str],
+        logger: Sequence[str],
         directory: str | Path,
         project: str,
         experiment: str,

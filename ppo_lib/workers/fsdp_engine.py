@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,8 @@ def shard_module(
 ) -> None:
     """Shard in place: every block (decoder layer) by itself, the rest with the root.
 
-    One rank goes the same way, so that what is learned on one holds on many. It has nothing to gather from others, so its
-    parameters stay gathered between forward and backward: one copy of the model less to make.
+    One rank goes the same way, so that what is learned on one holds on many. It has nothing to gather from others, so
+    its parameters stay gathered between forward and backward: one copy of the model less to make.
 
     Args:
         module: the root; its forward must touch every parameter that it uses.
@@ -72,7 +72,7 @@ def shard_module(
             unit.set_force_sum_reduction_for_comms(True)  # the other way to a factor of 1 is one gloo does not know
     if config.forward_prefetch:
         for block, following in pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])
+            cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,16 +160,20 @@ class FSDPEngine:
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Add this micro-batch's gradient; `last` is the mini-batch's last, after which `step` is called."""
-        if isinstance(self.module, FSDPModule):
-            self._announce_backward(self.module, last)
+        self._announce_backward(cast(FSDPModule, self.module), last)
         loss.backward()
 
     def _announce_backward(self, root: FSDPModule, last: bool) -> None:
-        if self.config.use_no_sync_for_gradient_accumulation:
-            root.set_requires_gradient_sync(last)
+        """Gather parameters and reduce gradients once a mini-batch instead of once a micro-batch, where that is wanted.
+
+        It costs the memory of whole parameters and gradients, which on one rank are there in any case.
+        """
+        alone = self.mesh.size() == 1
         root.set_is_last_backward(last)
-        if not self.config.reshard_after_forward:
-            root.set_reshard_after_backward(last)  # gathered once a mini-batch instead of once a micro-batch
+        if alone or self.config.use_no_sync_for_gradient_accumulation:
+            root.set_requires_gradient_sync(last)
+        if alone or not self.config.reshard_after_forward:
+            root.set_reshard_after_backward(last)
 
     def step(self, apply: bool = True) -> StepReport:
         """Clip the accumulated gradient, step the optimizer, clear the gradient.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+
+
+# The models of the tests are tiny: threads would only wait for one another. Before torch is imported anywhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

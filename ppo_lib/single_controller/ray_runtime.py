@@ -22,6 +22,15 @@ START_ATTEMPTS = 3
 _CONNECT_TIMEOUT_S = 10.0
 
 
+_QUIET_AND_FAIR = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Environment of what Ray starts. Its workers would run at niceness 15 and OpenMP's threads spin where they wait: with
+anything else busy on the machine a step then takes ten times as long, most of it spent waiting for a thread without a core."""
+
+
 def available_cores() -> int:
     """Cores this process may use: under taskset or in a container they can be fewer than the machine has."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,7 +62,8 @@ def ensure_ray(ray_kwargs_config: Any = None) -> bool:
     if ray.is_initialized():
         return False
     options = ray_init_options(ray_kwargs_config, torch.cuda.is_available())
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _QUIET_AND_FAIR.items():
+        os.environ.setdefault(name, value)
     logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(_worth_saying)
     address = options["address"]
     try:

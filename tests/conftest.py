@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-
 # The models of the tests are tiny: threads would only wait for one another. Before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

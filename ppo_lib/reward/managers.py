@@ -67,15 +67,20 @@ def decode_response(tokenizer: Any, response_ids: Sequence[int]) -> str:
 
 def create_manager(config: Any, tokenizer: Any, scorer: Scorer) -> RewardManager:
     """The manager that the section `reward` names. Raises `ConfigError` if there is none or it refuses its kwargs."""
+    return check_manager(config)(tokenizer, scorer, **config.reward_kwargs)
+
+
+def check_manager(config: Any) -> type[RewardManager]:
+    """The class that the section `reward` names. Raises `ConfigError` if there is none, or not with these kwargs."""
     cls = manager_class(config.reward_manager)
     kwargs = dict(config.reward_kwargs)
     try:
-        inspect.signature(cls).bind(tokenizer, scorer, **kwargs)
+        inspect.signature(cls).bind(None, None, **kwargs)  # stand for tokenizer and scorer
     except TypeError as error:
         raise ConfigError(
             f"reward.reward_kwargs: {cls.__name__} does not take {', '.join(kwargs)}: {error}."
         ) from error
-    return cls(tokenizer, scorer, **kwargs)
+    return cls
 
 
 def manager_class(config: Any) -> type[RewardManager]:

@@ -27,8 +27,8 @@ _QUIET_AND_FAIR = {
     "RAY_worker_niceness": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""Environment of what Ray starts. Its workers would run at niceness 15 and OpenMP's threads spin where they wait: with
-anything else busy on the machine a step then takes ten times as long, most of it spent waiting for a thread without a core."""
+"""Environment of what Ray starts. Its workers would run at niceness 15, and OpenMP's threads spin where they wait: with
+anything else busy on the machine a step then takes ten times as long, waiting for a thread that has no core."""
 
 
 def available_cores() -> int:

@@ -21,7 +21,7 @@ from ppo_lib.errors import ConfigError, DataError, ModelError
 from ppo_lib.load_object import load_object
 from ppo_lib.models.resolve import BUILTIN_PREFIX, check_model_path
 from ppo_lib.reward.function import load_reward_fn
-from ppo_lib.reward.managers import manager_class
+from ppo_lib.reward.managers import check_manager
 from ppo_lib.single_controller import available_cores
 
 logger = logging.getLogger("ppo_lib.config")
@@ -83,7 +83,7 @@ def _check_data(config: PPOConfig, check_train: bool, check_val: bool) -> None:
 
 def _check_reward(config: PPOConfig) -> None:
     load_reward_fn(config.reward)
-    manager_class(config.reward.reward_manager)
+    check_manager(config.reward)
 
 
 def _model_paths(config: PPOConfig) -> dict[str, str]:
@@ -147,12 +147,14 @@ def _device(config: PPOConfig) -> str:
 
 
 def _engine(config: PPOConfig) -> str:
-    """The rollout engine, and that the loop that drives it exists."""
+    """The rollout engine; that the loop that drives it and the way of its weights exist."""
     from ppo_lib.rollout import resolve_engine_name
     from ppo_lib.rollout.agent_loop import agent_loop_class
+    from ppo_lib.rollout.checkpoint_engine import checkpoint_engine_factory
 
     rollout = config.actor_rollout_ref.rollout
     agent_loop_class(rollout.agent.default_agent_loop)
+    checkpoint_engine_factory(rollout.checkpoint_engine.backend)
     engine = resolve_engine_name(rollout.name)
     for line in engine_notices(config, engine):
         logger.warning(line)

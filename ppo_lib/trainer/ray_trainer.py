@@ -105,7 +105,7 @@ class RayPPOTrainer(PPOStages):
         machine = preflight(self.config, check_train_data=train_dataset is None, check_val_data=val_dataset is None)
         self.device_name = device_name or machine.device
         self.rollout_name = machine.rollout_name
-        self.arithmetic = step_arithmetic(self.config)
+        self.arithmetic = step_arithmetic(self.config, self.rollout_name)
         seed_everything(self.config.trainer.seed)
 
         model = self.config.actor_rollout_ref.model

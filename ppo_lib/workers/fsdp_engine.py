@@ -114,6 +114,8 @@ class FSDPEngine:
         total_optimizer_steps: int = 0,
     ) -> None:
         self.module, self.config, self.device, self.mesh, self.precision = module, config, device, mesh, precision
+        # With mixed precision FSDP2 keeps the gradients in a type and a place of its own.
+        self._alone = mesh.size() == 1 and precision.param_dtype is None
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizer_steps = 0
         """Optimizer steps attempted so far; the schedule's clock."""
@@ -168,12 +170,31 @@ class FSDPEngine:
 
         It costs the memory of whole parameters and gradients, which on one rank are there in any case.
         """
-        alone = self.mesh.size() == 1
         root.set_is_last_backward(last)
-        if alone or self.config.use_no_sync_for_gradient_accumulation:
+        if self._alone:
+            root.set_requires_gradient_sync(False)  # see _adopt_gradients
+            root.set_reshard_after_backward(False)
+            return
+        if self.config.use_no_sync_for_gradient_accumulation:
             root.set_requires_gradient_sync(last)
-        if alone or not self.config.reshard_after_forward:
+        if not self.config.reshard_after_forward:
             root.set_reshard_after_backward(last)
+
+    def _adopt_gradients(self) -> None:
+        """On one rank the gradients of the gathered parameters are the sums already; hand them over as they are.
+
+        Reducing them would copy each three times: a quarter of an update of a 135M model on a CPU.
+        """
+        gathered = dict(self.module.named_parameters())
+        gradients = {name: parameter.grad for name, parameter in gathered.items()}
+        for parameter in gathered.values():
+            parameter.grad = None
+        for unit in _units(self.module):
+            unit.reshard()
+        for name, parameter in self.module.named_parameters():
+            gradient = gradients.pop(name)
+            if gradient is not None and isinstance(parameter, DTensor):
+                parameter.grad = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements)
 
     def step(self, apply: bool = True) -> StepReport:
         """Clip the accumulated gradient, step the optimizer, clear the gradient.
@@ -186,6 +207,8 @@ class FSDPEngine:
         """
         assert self.optimizer is not None
         lr = self.learning_rate.at(self.optimizer_steps)
+        if self._alone:
+            self._adopt_gradients()
         gradients = [local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
         norm = self._norm(gradients)
         finite = math.isfinite(norm)

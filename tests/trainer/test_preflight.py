@@ -125,6 +125,15 @@ def test_a_reward_file_that_does_not_run(tmp_path):
     assert "line 1 failed: ModuleNotFoundError" in text
 
 
+def test_reward_kwargs_that_the_manager_does_not_take():
+    assert "does not take bonus" in complaint("+reward.reward_kwargs.bonus=1", kind=ConfigError)
+
+
+def test_an_unknown_checkpoint_engine():
+    text = complaint("actor_rollout_ref.rollout.checkpoint_engine.backend=nave", kind=ConfigError)
+    assert "unknown checkpoint engine 'nave': did you mean 'naive'?" in text
+
+
 def test_an_unknown_reward_manager():
     text = complaint("reward.reward_manager.name=naiv", kind=ConfigError)
     assert "no reward manager 'naiv'; did you mean 'naive'?" in text

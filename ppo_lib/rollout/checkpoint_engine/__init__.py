@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from ppo_lib.rollout.checkpoint_engine.base import CheckpointEngine, TrainerGroup, WeightSender
-from ppo_lib.rollout.checkpoint_engine.manager import CheckpointEngineManager, register_checkpoint_engine
+from ppo_lib.rollout.checkpoint_engine.manager import (
+    CheckpointEngineManager,
+    checkpoint_engine_factory,
+    register_checkpoint_engine,
+)
 from ppo_lib.rollout.checkpoint_engine.naive import NaiveCheckpointEngine
 
 __all__ = [
@@ -12,5 +16,6 @@ __all__ = [
     "NaiveCheckpointEngine",
     "TrainerGroup",
     "WeightSender",
+    "checkpoint_engine_factory",
     "register_checkpoint_engine",
 ]

@@ -21,6 +21,13 @@ def register_checkpoint_engine(name: str, factory: Callable[[Any], CheckpointEng
     _BACKENDS[name] = factory
 
 
+def checkpoint_engine_factory(name: str) -> Callable[[Any], CheckpointEngine]:
+    """What makes the backend of this name. Raises `ConfigError` with the nearest name if there is none."""
+    if name not in _BACKENDS:
+        raise unknown_name("checkpoint engine", name, _BACKENDS)
+    return _BACKENDS[name]
+
+
 class CheckpointEngineManager:
     """Moves weights from the training group into the replicas.
 
@@ -34,9 +41,7 @@ class CheckpointEngineManager:
     """
 
     def __init__(self, config: Any, trainer_group: TrainerGroup, server_manager: LLMServerManager) -> None:
-        if config.backend not in _BACKENDS:
-            raise unknown_name("checkpoint engine", config.backend, _BACKENDS)
-        self._backend = _BACKENDS[config.backend](config)
+        self._backend = checkpoint_engine_factory(config.backend)(config)
         self._group = trainer_group
         self._servers = server_manager
         self.version = -1

@@ -18,7 +18,7 @@ from ppo_lib.models import resolve_model_path
 from ppo_lib.models.dtypes import parse_dtype
 from ppo_lib.workers.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from ppo_lib.workers.distributed import all_agree
-from ppo_lib.workers.fsdp_engine import FSDPEngine, shard_module
+from ppo_lib.workers.fsdp_engine import FSDPEngine, local_tensor, shard_module
 from ppo_lib.workers.modules import PolicyModule, ValueModule
 from ppo_lib.workers.packing import PackedRows
 from ppo_lib.workers.precision import Precision
@@ -74,7 +74,7 @@ def build_engine(
     whole = {name: parameter.detach() for name, parameter in whole.items()}
     shard_module(module, _blocks(module.model), mesh, fsdp, precision)
     if dist.get_world_size() > 1:
-        _spread(module, whole, device, reads)
+        _spread(module, whole, fsdp, device, reads)
     return FSDPEngine(
         module,
         config=fsdp,
@@ -192,21 +192,21 @@ def _blocks(network: Any) -> list[nn.Module]:
     return [module for module in network.modules() if type(module).__name__ in kinds]
 
 
-def _spread(module: nn.Module, whole: dict[str, torch.Tensor], device: torch.device, reads: bool) -> None:
+def _spread(module: nn.Module, whole: dict[str, torch.Tensor], fsdp: Any, device: torch.device, reads: bool) -> None:
     """Give every rank its shard of rank 0's values. Buffers too: those of a module built empty hold garbage."""
     if not reads:
-        module.to_empty(device=device)
-    else:
-        for submodule in module.modules():
-            for name, buffer in submodule.named_buffers(recurse=False):
-                submodule._buffers[name] = buffer.to(device)
+        module.to_empty(device="cpu" if fsdp.offload_policy else device)
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            submodule._buffers[name] = buffer.to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
             # `new_empty` of a sharded parameter would be sharded too, and nothing would be received into it
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             value = whole.pop(name).to(device) if reads else empty
-            parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+            received = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            local_tensor(parameter).copy_(local_tensor(received))
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
 

@@ -144,6 +144,15 @@ def test_every_rank_gets_its_shard_of_what_rank_zero_read(fsdp_size: int, tiny_m
         assert max(held) < 0.51 * whole
 
 
+def test_tied_embeddings_stay_one_parameter_on_ranks_that_build_the_model_empty(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", tie_word_embeddings=True)
+    files = load_file(f"{path}/model.safetensors")
+    for actor, _, _ in run_ranks(states, 2, config(path)):
+        assert actor.keys() == files.keys()
+        assert "lm_head.weight" not in files
+        assert all(torch.equal(actor[name], files[name]) for name in files)
+
+
 def test_all_ranks_raise_what_rank_zero_met(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma2")
     messages = run_ranks(fails_to_load, 2, config(path))

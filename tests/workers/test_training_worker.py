@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from workers_ranks import train_both, uneven, with_old
+from workers_ranks import train_both, train_in_mixed_precision, uneven, with_old
 from workers_testing import Gradients, config, new_actor, padded_batch, run_ranks, worker_batch
 
 from ppo_lib.errors import BatchMismatchError
@@ -169,3 +169,17 @@ def test_rank_without_rows_of_a_mini_batch_joins_in(tiny_model: str) -> None:
     alone = uneven(0, 1, cfg)
     for result in run_ranks(uneven, 2, cfg):
         assert_same(result, alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mixed_precision_through_fsdp_stays_near_fp32(world_size: int, tiny_model: str) -> None:
+    cfg = config(tiny_model, f"{ACTOR}use_kl_loss=true")
+    exact = train_both(0, 1, cfg)
+    mixed = run_ranks(train_in_mixed_precision, world_size, cfg)[0]
+    first, rounded = exact["metrics"][0], mixed["metrics"][0]
+    for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss"):
+        assert rounded[name] == pytest.approx(first[name], rel=0.05)
+        assert rounded[name] != first[name]
+    assert all(tensor.dtype == torch.float32 for tensor in mixed["actor"].values())
+    moved = sum((tensor - mixed["actor"][name]).square().sum() for name, tensor in exact["actor"].items()).sqrt()
+    assert moved < 0.05 * sum(tensor.square().sum() for tensor in exact["actor"].values()).sqrt()

@@ -9,6 +9,8 @@ from tensordict import TensorDict
 from workers_testing import new_actor, new_critic, padded_batch, shard, worker_batch
 
 from ppo_lib.errors import ModelError
+from ppo_lib.workers import ActorRolloutRefWorker
+from ppo_lib.workers.precision import Precision
 from protocol import tensordict_utils as tu
 
 
@@ -110,3 +112,27 @@ def steps(actor: Any, critic: Any, rank: int, world_size: int, seeds: tuple[int,
 def with_old_exact(actor: Any, td: TensorDict) -> TensorDict:
     td["old_log_probs"] = actor.compute_log_prob(td)["log_probs"]
     return td
+
+
+def train_in_mixed_precision(rank: int, world_size: int, cfg: Any) -> dict[str, Any]:
+    """What CUDA does: FSDP gathers bfloat16 parameters and reduces fp32 gradients."""
+    cuda = staticmethod(lambda dtype, device: Precision("cpu", param_dtype=torch.bfloat16))
+    original, Precision.of = Precision.of, cuda
+    try:
+        return train_both(rank, world_size, cfg, steps=2)
+    finally:
+        Precision.of = original
+
+
+def train_on(rank: int, world_size: int, cfg: Any, device_name: str) -> dict[str, Any]:
+    """Two steps of the actor on a device, and where its tensors lie afterwards."""
+    actor = ActorRolloutRefWorker(cfg.actor_rollout_ref, "actor", device_name, total_optimizer_steps=10)
+    actor.init_model()
+    metrics = [actor.update_actor(with_old_exact(actor, worker_batch(padded_batch(8, seed=seed)))) for seed in (0, 1)]
+    engine = actor.actor.engine
+    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim() > 0]
+    return {
+        "metrics": metrics,
+        "parameters": {tensor.device.type for tensor in engine.module.parameters()},
+        "moments": {tensor.device.type for tensor in moments},
+    }

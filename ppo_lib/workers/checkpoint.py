@@ -56,7 +56,7 @@ def save_checkpoint(
                 save_tokenizer(folder / "huggingface")
             _save_tensors(folder / WEIGHTS, list(_weights(engine)))
         if "optimizer" in parts and engine.optimizer is not None:
-            _save_tensors(folder / OPTIMIZER, list(_optimizer_tensors(engine)))
+            _save_tensors(folder / OPTIMIZER, list(_optimizer_tensors(engine, engine.optimizer)))
     if "extra" in parts:
         save_file(_rng_states(), folder / f"rng-{dist.get_rank()}.safetensors")
     if first:
@@ -91,7 +91,7 @@ def load_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str]) -
             for name, tensor in _weights(engine):
                 reader.copy_into(tensor, name)
         if "optimizer" in parts and engine.optimizer is not None:
-            _load_optimizer(engine, _Reader(folder / OPTIMIZER))
+            _load_optimizer(engine, engine.optimizer, _Reader(folder / OPTIMIZER))
     if "extra" in parts:
         engine.optimizer_steps = state["optimizer_steps"]
         _set_rng_states(folder / f"rng-{dist.get_rank()}.safetensors")
@@ -107,10 +107,9 @@ def _weights(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
     yield from engine.named_persistent_buffers()
 
 
-def _optimizer_tensors(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    assert engine.optimizer is not None
+def _optimizer_tensors(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in engine.named_parameters():
-        for key, value in sorted(engine.optimizer.state.get(parameter, {}).items()):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 yield f"{key}.{name}", value
 
@@ -141,9 +140,7 @@ def _set_rng_states(file: Path) -> None:
             torch.cuda.set_rng_state(states.get_tensor("cuda"))
 
 
-def _load_optimizer(engine: FSDPEngine, reader: _Reader) -> None:
-    optimizer = engine.optimizer
-    assert optimizer is not None
+def _load_optimizer(engine: FSDPEngine, optimizer: torch.optim.Optimizer, reader: _Reader) -> None:
     for name, parameter in engine.named_parameters():
         state: dict[str, torch.Tensor] = {}
         for key in reader.keys_of(name):

@@ -205,7 +205,7 @@ class FSDPEngine:
         A gradient that is not finite would destroy the parameters and the optimizer's moments: the step is left out.
         The schedule's clock advances all the same, so that the learning rate depends on the step alone.
         """
-        assert self.optimizer is not None
+        optimizer = self._trained_by()
         lr = self.learning_rate.at(self.optimizer_steps)
         if self._alone:
             self._adopt_gradients()
@@ -215,12 +215,17 @@ class FSDPEngine:
         if finite and apply:
             if norm > self.max_grad_norm:
                 torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
-            for group in self.optimizer.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         self.optimizer_steps += 1
         return StepReport(norm, lr, skipped=not finite)
+
+    def _trained_by(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError("a frozen model has no optimizer")
+        return self.optimizer
 
     def _norm(self, gradients: list[torch.Tensor]) -> float:
         """The norm over all ranks. Replicas hold equal gradients, so the sum runs over one shard group."""
@@ -251,8 +256,7 @@ class FSDPEngine:
         torch.cuda.empty_cache()
 
     def _move_optimizer(self, device: torch.device | str) -> None:
-        assert self.optimizer is not None
-        for state in self.optimizer.state.values():
+        for state in self._trained_by().state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[name] = value.to(device)

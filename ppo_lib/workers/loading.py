@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -201,11 +201,11 @@ def _spread(module: nn.Module, whole: dict[str, torch.Tensor], fsdp: Any, device
             submodule._buffers[name] = buffer.to(device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            assert isinstance(parameter, DTensor)
             # `new_empty` of a sharded parameter would be sharded too, and nothing would be received into it
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             value = whole.pop(name).to(device) if reads else empty
-            received = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            sharded = cast(DTensor, parameter)
+            received = distribute_tensor(value, sharded.device_mesh, sharded.placements)
             local_tensor(parameter).copy_(local_tensor(received))
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

@@ -72,6 +72,7 @@ class _HeadLogProbs(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log_probs, entropy), both (M); entropy is empty unless asked for."""
         ctx.set_materialize_grads(False)
         count = labels.shape[0]
         log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -94,6 +95,7 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        """Gradients of hidden, weight and bias."""
         states, matrix, bias, labels, entropy, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         count = labels.shape[0]

@@ -31,6 +31,7 @@ def policy_loss(actor: Any) -> LossFunction:
     def loss_fn(
         outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `LossFunction`."""
         log_probs, mask = outputs["log_probs"], given["response_mask"]
         old_log_probs = given["old_log_probs"] if "old_log_probs" in given else log_probs.detach()
         loss, metrics = policy_loss_fn(
@@ -65,6 +66,7 @@ def value_loss(critic: Any) -> LossFunction:
     def loss_fn(
         outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `LossFunction`."""
         loss, metrics = compute_value_loss(
             outputs["values"],
             given["returns"],

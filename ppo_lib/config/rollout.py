@@ -56,7 +56,7 @@ class RolloutConfig(ConfigModel):
     """Generation."""
 
     name: Literal["auto", "hf", "sglang"] = "auto"
-    """The engine; `auto` is sglang where it is installed and there is a GPU, else hf."""
+    """The engine; `auto` is hf, until the sglang engine is there for machines that have it and a GPU."""
     n: Positive = 1
     """Responses per prompt."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0

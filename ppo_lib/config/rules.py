@@ -172,6 +172,12 @@ def _run(config: PPOConfig) -> Iterator[str]:
             f"trainer.critic_warmup={trainer.critic_warmup}, but algorithm.adv_estimator={estimator} trains no critic,"
             " so nothing would be trained in those steps; set it to 0"
         )
+    control, rows = config.algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    if config.algorithm.use_kl_in_reward and control.type == "adaptive" and 5 * control.horizon <= rows:
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon:g} is a fifth of the {rows} sequences of a step or less, which"
+            f" would turn the KL coefficient negative; set it to {rows} or more"
+        )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
     if config.reward.reward_manager.source == "importlib" and not config.reward.reward_manager.module.path:

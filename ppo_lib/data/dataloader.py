@@ -37,6 +37,7 @@ class ResumableDataLoader:
         sampler: gives the order in place of `shuffle` and `seed`. Its `set_epoch(epoch)` is called if it has one, and
             it must then give the same order for the same epoch; one with `state_dict` and `load_state_dict` is saved
             and restored instead, continues by itself, and is drawn from batch by batch, which needs `num_workers=0`.
+            Of any other (torch's `RandomSampler`, say) the order of the running epoch is drawn at once and saved.
 
     Raises:
         DataError: the dataset is empty, or smaller than a batch with `drop_last`.
@@ -59,6 +60,9 @@ class ResumableDataLoader:
         self.collate_fn = collate_fn or default_collate_fn
         self.num_workers = min(MAX_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
         self._epoch, self._rows_seen = 0, 0
+        self._drawn_order: list[int] | None = None
+        self.epoch_of_last_batch = 0
+        """The epoch, counted from 0, that the batch handed out last belongs to."""
         self._sampler_keeps_place = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         if self._sampler_keeps_place and self.num_workers:
             raise DataError(
@@ -99,6 +103,7 @@ class ResumableDataLoader:
                 raise batch
             seen += self.batch_size
             self._move_to(epoch, seen)
+            self.epoch_of_last_batch = epoch
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,6 +117,8 @@ class ResumableDataLoader:
         }
         if self._sampler_keeps_place:
             state["sampler"] = self.sampler.state_dict()
+        if self._drawn_order is not None:
+            state["drawn_order"] = list(self._drawn_order)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,12 +136,15 @@ class ResumableDataLoader:
         if self._sampler_keeps_place:
             self.sampler.load_state_dict(state["sampler"])
         self._move_to(state["epoch"], state["rows_seen"])
+        self._drawn_order = state.get("drawn_order")
 
     def _move_to(self, epoch: int, seen: int) -> None:
         """The next batch starts at row `seen` of `epoch`, or, if what is left there gives none, with the next epoch."""
         left = self._rows_per_epoch() - seen
         over = left < self.batch_size if self.drop_last else left <= 0
         self._epoch, self._rows_seen = (epoch + 1, 0) if over else (epoch, seen)
+        if over:
+            self._drawn_order = None
 
     def _rows_per_epoch(self) -> int:
         return len(self.sampler) if self.sampler is not None else len(self.dataset)
@@ -146,9 +156,14 @@ class ResumableDataLoader:
                 return iter(range(seen, len(self.dataset)))
             order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.dataset))
             return iter(order[seen:].tolist())
+        if self._sampler_keeps_place:
+            return iter(self.sampler)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        return iter(self.sampler) if self._sampler_keeps_place else islice(iter(self.sampler), seen, None)
+            return islice(iter(self.sampler), seen, None)
+        if self._drawn_order is None:
+            self._drawn_order = [int(row) for row in self.sampler]
+        return iter(self._drawn_order[seen:])
 
 
 class _Batches:

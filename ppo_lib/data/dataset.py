@@ -15,13 +15,16 @@ from ppo_lib.data.prompts import PromptEncoder, clean, left_pad, prompt_problem,
 from ppo_lib.data.sources import open_data
 from ppo_lib.errors import ConfigError, DataError
 from ppo_lib.load_object import load_object
+from protocol import schema
 
 logger = logging.getLogger(__name__)
 
 DICT_COLUMNS = ("reward_model", "extra_info")
 MEDIA_COLUMNS = ("images", "videos", "audios")
-# What the dataset itself puts into an item: a file's column of that name would be overwritten.
-OWN_KEYS = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "dataset_row", "uid")
+# What the dataset or a later stage of a step writes: a file's column of that name would be overwritten or in the way.
+FROM_DATA = {"data_source", "reward_model", "extra_info"}
+FROM_ROLLOUT = {"finish_reason", "__num_turns__", "weight_version_min", "weight_version_max"}
+OWN_KEYS = (schema.FIELDS.keys() - FROM_DATA) | FROM_ROLLOUT | {"dataset_row"}
 
 
 class RLHFDataset(Dataset):

@@ -8,6 +8,7 @@ from typing import Any
 from ppo_lib.config import PPOConfig, need_critic, need_reference_policy
 from ppo_lib.data import ResumableDataLoader, create_rl_dataset
 from ppo_lib.data import collate_fn as default_collate_fn
+from ppo_lib.errors import ConfigError
 from ppo_lib.single_controller import (
     LocalWorkerGroup,
     RayClassWithInitArgs,
@@ -20,6 +21,21 @@ from ppo_lib.workers import ActorRolloutRefWorker, CriticWorker
 
 GLOBAL_POOL = "global_pool"
 WORKER_ROLES = (Role.ActorRolloutRef, Role.ActorRollout, Role.RefPolicy, Role.Critic)
+
+
+def check_context(config: PPOConfig, model_path: str) -> None:
+    """Raise `ConfigError` if prompt and response together are longer than the model's positions reach."""
+    from transformers import AutoConfig
+
+    model, data = config.actor_rollout_ref.model, config.data
+    found = AutoConfig.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
+    context = model.override_config.get("max_position_embeddings", getattr(found, "max_position_embeddings", None))
+    width = data.max_prompt_length + data.max_response_length
+    if context is not None and width > context:
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+            f"{width} tokens, but {model.path} has {context} positions; lower one of them by {width - context}"
+        )
 
 
 def default_role_worker_mapping(config: PPOConfig) -> dict[Role, type]:

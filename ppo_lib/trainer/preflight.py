@@ -88,10 +88,15 @@ def _check_reward(config: PPOConfig) -> None:
 
 def _model_paths(config: PPOConfig) -> dict[str, str]:
     model = config.actor_rollout_ref.model
-    paths = {"actor_rollout_ref.model.path": model.path, "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path}
+    paths = {
+        "actor_rollout_ref.model.path": model.path,
+        "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path,
+        "actor_rollout_ref.model.hf_config_path": model.hf_config_path,
+    }
     if need_critic(config):
         paths["critic.model.path"] = config.critic.model.path
-    return paths
+        paths["critic.model.hf_config_path"] = config.critic.model.hf_config_path
+    return {key: path for key, path in paths.items() if path}
 
 
 def _check_model(key: str, path: str) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from ppo_lib.algorithms.kl import get_kl_controller
 from ppo_lib.config import PPOConfig, as_config, need_old_log_probs, step_arithmetic
+from ppo_lib.errors import ConfigError
 from ppo_lib.models import load_processor, load_tokenizer, resolve_model_path
 from ppo_lib.reward import RewardLoopManager, as_batch_reward, check_dataset, is_per_sample
 from ppo_lib.rollout import AgentLoopManager, CheckpointEngineManager, LLMServerManager
@@ -31,6 +32,7 @@ from ppo_lib.trainer.batch_math import (
     need_reference_policy,
 )
 from ppo_lib.trainer.build import (
+    check_context,
     create_dataloaders,
     create_worker_groups,
     default_resource_pool_manager,
@@ -110,6 +112,7 @@ class RayPPOTrainer(PPOStages):
 
         model = self.config.actor_rollout_ref.model
         self.model_path = resolve_model_path(model.path)
+        check_context(self.config, self.model_path)
         tokenizer_path = resolve_model_path(model.tokenizer_path or model.path)
         self.tokenizer = tokenizer or load_tokenizer(
             tokenizer_path, model.trust_remote_code, model.custom_chat_template
@@ -117,8 +120,11 @@ class RayPPOTrainer(PPOStages):
         self.processor = processor or load_processor(tokenizer_path, model.trust_remote_code)
         # a scorer of one sample goes into the reward loop, a function of the whole batch takes the loop's place
         self.scorer = reward_fn if reward_fn and is_per_sample(reward_fn) else None
+        timeout_s = self.config.reward.timeout_s
         self.reward_fn = as_batch_reward(reward_fn, self.tokenizer) if reward_fn and not self.scorer else None
-        self.val_reward_fn = as_batch_reward(val_reward_fn, self.tokenizer) if val_reward_fn else self.reward_fn
+        self.val_reward_fn = (
+            as_batch_reward(val_reward_fn, self.tokenizer, timeout_s) if val_reward_fn else self.reward_fn
+        )
 
         self.train_dataloader, self.val_dataloader = create_dataloaders(
             self.config, self.tokenizer, self.processor, train_dataset, val_dataset, collate_fn, train_sampler
@@ -129,6 +135,11 @@ class RayPPOTrainer(PPOStages):
         self.steps_per_epoch = len(self.train_dataloader)
         trainer = self.config.trainer
         self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        if trainer.critic_warmup >= self.total_training_steps and not trainer.val_only:
+            raise ConfigError(
+                f"trainer.critic_warmup={trainer.critic_warmup} of {self.total_training_steps} steps leaves the policy "
+                f"none to learn in; set it to {self.total_training_steps - 1} or less, or train longer"
+            )
 
         self.use_old_log_probs = need_old_log_probs(self.config)
         self.use_critic = need_critic(self.config)
@@ -152,6 +163,7 @@ class RayPPOTrainer(PPOStages):
     def init_workers(self) -> None:
         """Start the worker groups and the rollout replicas. Ends with the models loaded and the replicas asleep."""
         config, local = self.config, issubclass(self.ray_worker_group_cls, LocalWorkerGroup)
+        print(f"{self.arithmetic.table()}\nengine {self.rollout_name} on {self.device_name}", flush=True)
         self._owns_ray = not local and ensure_ray(config.ray_kwargs)
         pools = self.resource_pool_manager
         self.worker_groups = create_worker_groups(
@@ -239,6 +251,8 @@ class RayPPOTrainer(PPOStages):
         finally:
             progress.close()
             tracking.close()
+            if self.config.ray_kwargs.timeline_json_file:
+                write_timeline(self.config.ray_kwargs.timeline_json_file)
         print(progress.summary(Path(trainer.default_local_dir), trainer.logger, self.last_saved), flush=True)
         return metrics
 
@@ -251,7 +265,7 @@ class RayPPOTrainer(PPOStages):
         trainer = self.config.trainer
         self.global_steps += 1
         is_last_step = self.global_steps >= self.total_training_steps
-        epoch = (self.global_steps - 1) // self.steps_per_epoch
+        epoch = self.train_dataloader.epoch_of_last_batch
         metrics: dict[str, Any] = {"training/global_step": self.global_steps, "training/epoch": epoch}
         timing: dict[str, float] = {}
         seen: set[str] = set()
@@ -262,74 +276,76 @@ class RayPPOTrainer(PPOStages):
             seen.update(batch.field_names())
             return stage, batch, metrics
 
-        with marked_timer("step", timing):
-            with running("dataloader", timing):
-                batch = self._load_batch(batch_dict, epoch, self.global_steps)
-            yield done("dataloader")
+        with running("dataloader", timing):
+            batch = self._load_batch(batch_dict, epoch, self.global_steps)
+        yield done("dataloader")
 
-            with running("gen", timing):
-                gen_batch = self._get_gen_batch(batch)
-                gen_output = self._generate(gen_batch)
-                batch = self._join_rollouts(batch, gen_output)
-            yield done("gen")
+        with running("gen", timing):
+            gen_batch = self._get_gen_batch(batch)
+            gen_output = self._generate(gen_batch)
+            batch = self._join_rollouts(batch, gen_output)
+        yield done("gen")
 
-            with running("balance", timing):
-                batch = self._balance_batch(batch, metrics)
-            yield done("balance")
+        with running("balance", timing):
+            batch = self._balance_batch(batch, metrics)
+        yield done("balance")
 
-            with running("reward", timing):
-                batch = self._compute_reward(batch)
-            yield done("reward")
+        with running("reward", timing):
+            batch = self._compute_reward(batch)
+        yield done("reward")
 
-            if self.use_old_log_probs:
-                with running("old_log_prob", timing):
-                    fields, old_metrics = self._compute_old_log_prob(batch)
-                    batch = batch.union(fields)
-                metrics.update(old_metrics)
-                yield done("old_log_prob")
+        if self.use_old_log_probs:
+            with running("old_log_prob", timing):
+                fields, old_metrics = self._compute_old_log_prob(batch)
+                batch = batch.union(fields)
+            metrics.update(old_metrics)
+            yield done("old_log_prob")
 
-            if self.use_reference_policy:
-                with running("ref", timing):
-                    batch = batch.union(self._compute_ref_log_prob(batch))
-                yield done("ref")
+        if self.use_reference_policy:
+            with running("ref", timing):
+                batch = batch.union(self._compute_ref_log_prob(batch))
+            yield done("ref")
 
-            if self.use_critic:
-                with running("values", timing):
-                    batch = batch.union(self._compute_values(batch))
-                yield done("values")
+        if self.use_critic:
+            with running("values", timing):
+                batch = batch.union(self._compute_values(batch))
+            yield done("values")
 
-            with running("adv", timing):
-                batch, kl_metrics = self._compute_advantage(batch)
-            metrics.update(kl_metrics)
-            yield done("adv")
+        with running("adv", timing):
+            batch, kl_metrics = self._compute_advantage(batch)
+        metrics.update(kl_metrics)
+        yield done("adv")
 
-            if self.use_critic:
-                with running("update_critic", timing):
-                    metrics.update(self._update_critic(batch))
-                yield done("update_critic")
+        if self.use_critic:
+            with running("update_critic", timing):
+                metrics.update(self._update_critic(batch))
+            yield done("update_critic")
 
-            if self.global_steps > trainer.critic_warmup:  # until then only the critic learns
-                with running("update_actor", timing):
-                    metrics.update(self._update_actor(batch))
-                yield done("update_actor")
+        if self.global_steps > trainer.critic_warmup:  # until then only the critic learns
+            with running("update_actor", timing):
+                actor_metrics = self._update_actor(batch)
+            # where the entropy was measured before the update already, that is the one to report
+            metrics.update({name: value for name, value in actor_metrics.items() if name not in metrics})
+            yield done("update_actor")
 
-            if trainer.rollout_data_dir:
-                self._dump_rollouts(batch, trainer.rollout_data_dir)
+        if trainer.rollout_data_dir:
+            self._dump_rollouts(batch, trainer.rollout_data_dir)
 
-            if trainer.save_freq > 0 and (is_last_step or self.global_steps % trainer.save_freq == 0):
-                with running("save_checkpoint", timing):
-                    self._save_checkpoint()
-                yield done("save_checkpoint")
+        if trainer.save_freq > 0 and (is_last_step or self.global_steps % trainer.save_freq == 0):
+            with running("save_checkpoint", timing):
+                self._save_checkpoint()
+            yield done("save_checkpoint")
 
-            with running("update_weights", timing):
-                self.checkpoint_manager.update_weights(self.global_steps)
-            yield done("update_weights")
+        with running("update_weights", timing):
+            self.checkpoint_manager.update_weights(self.global_steps)
+        yield done("update_weights")
 
-            if trainer.test_freq > 0 and (is_last_step or self.global_steps % trainer.test_freq == 0):
-                with running("testing", timing):
-                    metrics.update(self._validate())
-                yield done("testing")
+        if trainer.test_freq > 0 and (is_last_step or self.global_steps % trainer.test_freq == 0):
+            with running("testing", timing):
+                metrics.update(self._validate())
+            yield done("testing")
 
+        timing["step"] = sum(timing.values())  # whoever looks at a stage may take their time
         metrics.update(compute_data_metrics(batch, use_critic=self.use_critic))
         metrics.update(compute_timing_metrics(batch, timing))
         metrics.update(compute_throughout_metrics(batch, timing, n_gpus=self.arithmetic.world_size))
@@ -343,7 +359,7 @@ class RayPPOTrainer(PPOStages):
         for batch_dict in self.val_dataloader:
             batch = self._load_batch(batch_dict, epoch=0, global_steps=self.global_steps)
             gen_batch = self._get_gen_batch(batch)
-            gen_batch.meta_info["validate"] = True
+            gen_batch.meta_info.update(validate=True, unscored=self.val_reward_fn is not None)
             gen_batch.meta_info["temperature"] = sampling.temperature
             gen_output = self.async_rollout_manager.generate_sequences(gen_batch.repeat(sampling.n, interleave=True))
             batch = self._join_rollouts(batch, gen_output)
@@ -380,6 +396,8 @@ class RayPPOTrainer(PPOStages):
         """Everything that changes during a run: models, optimizers, schedules, random states, data position, KL."""
         with self.checkpoints.writing(self.global_steps) as folder:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), self.global_steps)
+            if (exported := folder / "actor" / "huggingface").is_dir():
+                self.tokenizer.save_pretrained(exported)
             if self.critic_wg is not None:
                 self.critic_wg.save_checkpoint(str(folder / "critic"), self.global_steps)
             torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
@@ -406,7 +424,6 @@ class RayPPOTrainer(PPOStages):
         self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         restore_driver_random_state(state["random"])
         self.global_steps = state["global_steps"]
-        self.last_saved = folder
         print(f"resumed from {folder} at step {self.global_steps}", flush=True)
 
     def close(self) -> None:
@@ -418,7 +435,9 @@ class RayPPOTrainer(PPOStages):
         for group in self.__dict__.pop("worker_groups", {}).values():
             group.shutdown()
         if self._owns_ray:
-            leave_ray(self.config.ray_kwargs.timeline_json_file)
+            import ray
+
+            ray.shutdown()
             self._owns_ray = False
 
 
@@ -429,10 +448,9 @@ def running(stage: str, timing: dict[str, float]) -> Iterator[None]:
         yield
 
 
-def leave_ray(timeline_json_file: str | None) -> None:
-    """Disconnect from Ray, which ends a cluster that this process started; first write its timeline if asked for."""
+def write_timeline(file: str) -> None:
+    """Write Ray's timeline of the run so far, where Ray runs."""
     import ray
 
-    if timeline_json_file and ray.is_initialized():
-        ray.timeline(filename=timeline_json_file)
-    ray.shutdown()
+    if ray.is_initialized():
+        ray.timeline(filename=file)

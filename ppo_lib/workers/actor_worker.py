@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from torch import nn
 
 from ppo_lib.errors import ConfigError
-from ppo_lib.models import load_tokenizer
 from ppo_lib.models.dtypes import computed_dtype
 from ppo_lib.single_controller import Dispatch, Worker, register
 from ppo_lib.workers.checkpoint import load_checkpoint, save_checkpoint
@@ -150,13 +149,7 @@ class ActorRolloutRefWorker(Worker):
     def save_checkpoint(self, path: str, global_step: int) -> None:
         """Write what `actor.checkpoint.save_contents` names into a folder."""
         contents = self.config.actor.checkpoint.save_contents
-        save_checkpoint(self.actor.engine, Path(path), contents, global_step, self._save_tokenizer)
-
-    def _save_tokenizer(self, folder: Path) -> None:
-        model = self.config.model
-        load_tokenizer(
-            model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template
-        ).save_pretrained(folder)
+        save_checkpoint(self.actor.engine, Path(path), contents, global_step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> int:

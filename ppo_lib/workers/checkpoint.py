@@ -1,6 +1,6 @@
 """Saving and loading one model's training state, on any number of ranks.
 
-    huggingface/     weights in the stored type, config and tokenizer: what `from_pretrained` reads
+    huggingface/     weights in the stored type and config; the driver, which has it, adds the tokenizer
     optimizer/       moments, in the same form
     rng-RANK.safetensors, state.json
 
@@ -11,7 +11,7 @@ model's own files; ranks take turns at writing files and read only their rows, s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ MAX_FILE_BYTES = 4 << 30
 WEIGHTS, OPTIMIZER = "huggingface/model", "optimizer/optimizer"
 
 
-def save_checkpoint(
-    engine: FSDPEngine, folder: Path, contents: Iterable[str], global_step: int, save_tokenizer: Callable[[Path], None]
-) -> None:
+def save_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str], global_step: int) -> None:
     """Write the parts named in `contents` (model or hf_model, optimizer, extra); a collective.
 
     Args:
@@ -41,7 +39,6 @@ def save_checkpoint(
         folder: is made if needed.
         contents: what to write.
         global_step: noted in `state.json`.
-        save_tokenizer: writes the tokenizer into the folder it is given; called on rank 0.
     """
     parts = set(contents)
     first = dist.get_rank() == 0
@@ -53,7 +50,6 @@ def save_checkpoint(
         if parts & {"model", "hf_model"}:
             if first:
                 _save_config(engine, folder / "huggingface")
-                save_tokenizer(folder / "huggingface")
             _save_tensors(folder / WEIGHTS, list(_weights(engine)))
         if "optimizer" in parts and engine.optimizer is not None:
             _save_tensors(folder / OPTIMIZER, list(_optimizer_tensors(engine, engine.optimizer)))
@@ -146,7 +142,7 @@ def _load_optimizer(engine: FSDPEngine, optimizer: torch.optim.Optimizer, reader
         for key in reader.keys_of(name):
             whole_shape = reader.shape(f"{key}.{name}")
             fits = whole_shape == tuple(parameter.shape)
-            state[key] = torch.zeros_like(parameter) if fits else torch.zeros(whole_shape)
+            state[key] = torch.zeros_like(parameter) if fits else torch.zeros(whole_shape, device=parameter.device)
             reader.copy_into(state[key], f"{key}.{name}")
         if state:
             optimizer.state[parameter] = state

@@ -9,13 +9,13 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ppo_lib.models import load_tokenizer
 from ppo_lib.single_controller import Dispatch, Worker, register
 from ppo_lib.workers.actor_worker import fingerprint, shuffle_seed
 from ppo_lib.workers.checkpoint import load_checkpoint, save_checkpoint
 from ppo_lib.workers.distributed import build_mesh, ensure_process_group
 from ppo_lib.workers.loading import build_engine, load_value_model
 from ppo_lib.workers.losses import value_loss
+from ppo_lib.workers.metrics import gpu_memory_metrics
 from ppo_lib.workers.packing import MicroBatching, PackedRows
 from ppo_lib.workers.training_worker import TrainingWorker
 from protocol import tensordict_utils as tu
@@ -89,17 +89,13 @@ class CriticWorker(Worker):
             epochs=config.ppo_epochs,
             shuffle_seed=shuffle_seed(config, data),
         )
-        return metrics.reduce("critic")
+        return metrics.reduce("critic") | gpu_memory_metrics(self.critic.engine.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, global_step: int) -> None:
         """Write what `critic.checkpoint.save_contents` names into a folder."""
         contents = self.config.checkpoint.save_contents
-        save_checkpoint(self.critic.engine, Path(path), contents, global_step, self._save_tokenizer)
-
-    def _save_tokenizer(self, folder: Path) -> None:
-        model = self.config.model
-        load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code).save_pretrained(folder)
+        save_checkpoint(self.critic.engine, Path(path), contents, global_step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> int:

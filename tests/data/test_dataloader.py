@@ -223,3 +223,21 @@ def test_a_sampler_gives_the_order_and_resumes(sampler, stop_after):
 def test_a_sampler_that_keeps_its_place_needs_the_driver_to_draw():
     with pytest.raises(DataError, match="dataloader_num_workers=0"):
         loader(batch_size=2, sampler=KeepsItsPlace(), num_workers=2)
+
+
+def test_a_plain_torch_sampler_resumes_in_the_order_it_had_drawn():
+    def random_loader():
+        return loader(8, 2, shuffle=False, sampler=torch.utils.data.RandomSampler(range(8)))
+
+    torch.manual_seed(5)
+    first = random_loader()
+    batches = iter(first)
+    seen = [rows(next(batches)), rows(next(batches))]
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = [rows(batch) for batch in batches]
+    torch.manual_seed(6)  # the resumed process has drawn other numbers meanwhile
+    second = random_loader()
+    second.load_state_dict(state)
+    assert [rows(batch) for batch in second] == rest
+    assert sorted(flat(seen + rest)) == list(range(8))
+    assert (second.epoch_of_last_batch, second.epoch) == (0, 1)

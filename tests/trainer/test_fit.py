@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import GRPO, PPO, metrics_of, run, tiny_trainer
 
-from ppo_lib.errors import CheckpointCorruptError
+from ppo_lib.errors import CheckpointCorruptError, ConfigError
 
 PPO_STAGES = [
     "dataloader", "gen", "balance", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
@@ -99,6 +99,37 @@ def test_a_resumed_run_gives_the_metrics_of_the_uninterrupted_one(tmp_path, algo
         assert resumed == whole
 
 
+def test_two_ranks_over_ray_resume_with_the_metrics_of_the_uninterrupted_run(tmp_path, ray_cluster):
+    common = (*PPO, "trainer.worker_group=ray", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=3")
+    whole = run(tmp_path, *common, "trainer.save_freq=2")
+    again = run(
+        tmp_path, *common, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_2'}"
+    )
+    assert [line["step"] for line in again] == [1, 2, 3]
+    assert again == whole
+
+
+def test_a_validation_reward_of_its_own_takes_the_place_of_the_configured_scorer(tmp_path):
+    def always_half(data_source, solution_str, ground_truth, extra_info=None):
+        return 0.5
+
+    (line,) = run(tmp_path, *GRPO, "trainer.val_only=true", "reward.timeout_s=30", val_reward_fn=always_half)
+    assert line["val-core/repeat-digit/reward/mean@1"] == 0.5
+    assert not any("/acc/" in name for name in line)  # what the configured scorer would have added
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("trainer.critic_warmup=2",), "leaves the policy none to learn in"),
+        (("data.max_response_length=100000",), "positions; lower one of them by"),
+    ],
+)
+def test_what_only_model_and_data_can_tell_is_told_before_workers_start(tmp_path, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        tiny_trainer(tmp_path, *PPO, *overrides)
+
+
 def stop_after(step):
     """A stage hook that interrupts the run in the middle of the step after `step`."""
 
@@ -140,6 +171,7 @@ def test_the_exported_model_loads_in_transformers_with_the_same_logits(tmp_path)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<eos>"
     ids = torch.tensor([tokenizer("7:7777", add_special_tokens=False).input_ids])
     with torch.no_grad():
         assert torch.equal(model(ids).logits, fresh(ids).logits)

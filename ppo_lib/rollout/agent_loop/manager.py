@@ -75,11 +75,13 @@ class AgentLoopManager:
         Args:
             gen_batch: B rows, repeated for their rollouts already: `input_ids`, `attention_mask`, `position_ids`
                 (B, L) left-padded, optionally `prompt_row` (B); the dataset's object columns with `uid`, optionally
-                `agent_name`; meta_info `temperature`, `epoch`, `validate`.
+                `agent_name`; meta_info `temperature`, `epoch`, `validate`, and `unscored` to leave the reward loop out.
         """
         self._submitted += 1
         samples = samples_of(gen_batch, self._section.rollout, self._servers, f"batch{self._submitted}")
-        return asyncio.run_coroutine_threadsafe(self._start(samples), self._loop).result(self._servers.timeout_s)
+        scored = self._reward_loop is not None and not gen_batch.meta_info.get("unscored", False)
+        starting = asyncio.run_coroutine_threadsafe(self._start(samples, scored), self._loop)
+        return starting.result(self._servers.timeout_s)
 
     def collect(self, handles: Sequence[SampleHandle]) -> Iterator[AgentLoopOutput]:
         """Samples as they finish.
@@ -139,18 +141,18 @@ class AgentLoopManager:
         count = worker_count(asked)
         return ActorRunner(count, *arguments, self._servers.timeout_s) if count else InProcessRunner(*arguments)
 
-    async def _start(self, samples: Sequence[AgentSample]) -> list[SampleHandle]:
+    async def _start(self, samples: Sequence[AgentSample], scored: bool) -> list[SampleHandle]:
         handles = []
         for sample in samples:
-            handle = SampleHandle(sample, asyncio.create_task(self._finish(sample)), Future())
+            handle = SampleHandle(sample, asyncio.create_task(self._finish(sample, scored)), Future())
             handle.task.add_done_callback(partial(_pass_on, handle.future))
             handles.append(handle)
         return handles
 
-    async def _finish(self, sample: AgentSample) -> AgentLoopOutput:
-        """Generate and score one sample."""
+    async def _finish(self, sample: AgentSample, scored: bool) -> AgentLoopOutput:
+        """Generate and, where it is to be scored here, score one sample."""
         output = await self._runner.run(sample)
-        if self._reward_loop is None:
+        if self._reward_loop is None or not scored:
             return output
         begin = time.monotonic()
         reward = await self._reward_loop.score(RewardSample.from_columns(sample.columns, output.response_ids))

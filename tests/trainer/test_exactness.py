@@ -29,7 +29,7 @@ class Recording:
 
 
 class Replay:
-    """Gives recorded generations back, in order; of each the rows from `first` on, as if the others had been dropped."""
+    """Gives recorded generations back, in order; of each the rows from `first` on, as if the others were dropped."""
 
     def __init__(self, outputs, first=0):
         self.outputs, self.first = iter(outputs), first

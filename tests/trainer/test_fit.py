@@ -122,7 +122,7 @@ def test_a_validation_reward_of_its_own_takes_the_place_of_the_configured_scorer
     ("overrides", "says"),
     [
         (("trainer.critic_warmup=2",), "leaves the policy none to learn in"),
-        (("data.max_response_length=100000",), "positions; lower one of them by"),
+        (("actor_rollout_ref.model.override_config.max_position_embeddings=8",), "positions; lower one of them by"),
     ],
 )
 def test_what_only_model_and_data_can_tell_is_told_before_workers_start(tmp_path, overrides, says):

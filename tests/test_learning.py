@@ -1,4 +1,4 @@
-"""The runs of `yaml_configs/` that a CPU can do learn what they promise, on three seeds. Minutes each: `make test-slow`."""
+"""The runs of `yaml_configs/` that a CPU can do learn what they promise, on three seeds. Minutes each."""
 
 from __future__ import annotations
 

@@ -112,7 +112,6 @@ class RayPPOTrainer(PPOStages):
 
         model = self.config.actor_rollout_ref.model
         self.model_path = resolve_model_path(model.path)
-        check_context(self.config, self.model_path)
         tokenizer_path = resolve_model_path(model.tokenizer_path or model.path)
         self.tokenizer = tokenizer or load_tokenizer(
             tokenizer_path, model.trust_remote_code, model.custom_chat_template
@@ -129,17 +128,9 @@ class RayPPOTrainer(PPOStages):
         self.train_dataloader, self.val_dataloader = create_dataloaders(
             self.config, self.tokenizer, self.processor, train_dataset, val_dataset, collate_fn, train_sampler
         )
-        for given, loader in ((reward_fn, self.train_dataloader), (val_reward_fn or reward_fn, self.val_dataloader)):
-            if given is None:
-                check_dataset(self.config.reward, loader.dataset)
-        self.steps_per_epoch = len(self.train_dataloader)
         trainer = self.config.trainer
-        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
-        if trainer.critic_warmup >= self.total_training_steps and not trainer.val_only:
-            raise ConfigError(
-                f"trainer.critic_warmup={trainer.critic_warmup} of {self.total_training_steps} steps leaves the policy "
-                f"none to learn in; set it to {self.total_training_steps - 1} or less, or train longer"
-            )
+        self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+        self._check_before_workers(own_reward=reward_fn is not None, own_val_reward=bool(val_reward_fn or reward_fn))
 
         self.use_old_log_probs = need_old_log_probs(self.config)
         self.use_critic = need_critic(self.config)
@@ -157,6 +148,20 @@ class RayPPOTrainer(PPOStages):
         self.global_steps = 0
         self.last_saved: Path | None = None
         self._owns_ray = False
+
+    def _check_before_workers(self, own_reward: bool, own_val_reward: bool) -> None:
+        """What only model and data can tell: the context, a scorer for every row, steps left after critic warm-up."""
+        check_context(self.config, self.model_path)
+        if not own_reward:
+            check_dataset(self.config.reward, self.train_dataloader.dataset)
+        if not own_val_reward:
+            check_dataset(self.config.reward, self.val_dataloader.dataset)
+        warmup, steps = self.config.trainer.critic_warmup, self.total_training_steps
+        if warmup >= steps and not self.config.trainer.val_only:
+            raise ConfigError(
+                f"trainer.critic_warmup={warmup} of {steps} steps leaves the policy none to learn in; "
+                f"set it to {steps - 1} or less, or train longer"
+            )
 
     # ---------------------------------------------------------------- building
 

@@ -178,6 +178,14 @@ def _run(config: PPOConfig) -> Iterator[str]:
             f"algorithm.kl_ctrl.horizon={control.horizon:g} is a fifth of the {rows} sequences of a step or less, which"
             f" would turn the KL coefficient negative; set it to {rows} or more"
         )
+    trained = {_ACTOR: config.actor_rollout_ref.actor} | ({"critic": config.critic} if need_critic(config) else {})
+    for key, section in trained.items():
+        contents = section.checkpoint.load_contents
+        if trainer.resume_mode != "disable" and not {"model", "hf_model"} & set(contents):
+            yield (
+                f"{key}.checkpoint.load_contents={list(contents)} leaves the model out: a resumed run would go on"
+                " from the base weights; add model (to save_contents too), or set trainer.resume_mode=disable"
+            )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
     if config.reward.reward_manager.source == "importlib" and not config.reward.reward_manager.module.path:

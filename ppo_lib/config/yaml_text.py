@@ -81,6 +81,10 @@ def read_yaml(file: FilePath) -> tuple[dict[str, Any], dict[Path, int]]:
         value = {} if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}{describe_yaml_error(error)}") from None
+    except (ValueError, TypeError) as error:  # a tag that its value does not fit, such as `!!int foo`
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: an alias refers to what it stands in, or the nesting is too deep") from None
     finally:
         loader.dispose()
     if value is None:

@@ -54,7 +54,10 @@ class PromptEncoder:
     def encode(self, prompt: Prompt) -> list[int]:
         """Raises `DataError` (without file and row: the caller knows them) if the template refuses the chat."""
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt).input_ids)
+            try:
+                return list(self.tokenizer(prompt).input_ids)
+            except (TypeError, ValueError) as error:  # a lone surrogate, say, which is no text
+                raise DataError(f"cannot be tokenized: {prompt[:40]!a}") from error
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 "is a chat, and the tokenizer has no chat template; "

@@ -18,6 +18,7 @@ from ppo_lib.reward.scorers import default_compute_score
 ScoreFn = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 KEY = "reward.custom_reward_function"
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 class ScoreFailure(Exception):
@@ -90,8 +91,8 @@ def check(returned: Any) -> RewardResult:
         raise ScoreFailure("the scorer returned None; expected a number or a dict with 'score'")
     if not isinstance(score, numbers.Real):
         raise ScoreFailure(f"the scorer returned a {type(score).__name__}; expected a number or a dict with 'score'")
-    if not math.isfinite(score):
-        raise ScoreFailure(f"the scorer returned {float(score)}; expected a finite number")
+    if not math.isfinite(score) or abs(float(score)) > FLOAT32_MAX:
+        raise ScoreFailure(f"the scorer returned {float(score)}; expected a finite number that float32 can hold")
     return RewardResult(float(score), extra)
 
 

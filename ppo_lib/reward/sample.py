@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,7 @@ class RewardSample:
             response_ids=response_ids,
             ground_truth=(columns.get("reward_model") or {}).get("ground_truth"),
             raw_prompt=columns.get("raw_prompt"),
-            extra_info=columns.get("extra_info"),
+            extra_info=copy.deepcopy(columns.get("extra_info")),  # the rollouts of a prompt share the object
             uid=str(columns.get("uid") or ""),
             row=None if row is None else int(row),
             solution_str=solution_str,

@@ -32,7 +32,7 @@ class CheckpointStore:
     """
 
     def __init__(self, root: str | Path, keep_actor: int | None = None, keep_critic: int | None = None):
-        self.root = Path(root).absolute()
+        self.root = Path(root).expanduser().absolute()
         self.keep = {"actor": keep_actor, "critic": keep_critic}
 
     def path(self, step: int) -> Path:
@@ -40,11 +40,12 @@ class CheckpointStore:
         return self.root / f"global_step_{step}"
 
     def latest(self) -> Path | None:
-        """The checkpoint that the pointer names, or None where nothing was saved."""
+        """The checkpoint that the pointer names; without a pointer the newest; None where nothing was saved."""
         pointer = self.root / POINTER
         if not pointer.exists():
-            return None
-        text = pointer.read_text().strip()
+            steps = self.steps()
+            return self.path(max(steps)) if steps else None
+        text = pointer.read_text(errors="replace").strip()
         if not text.isdecimal():
             raise CheckpointCorruptError(
                 f"{pointer} holds {text!r}, not a step number; write the step to resume from, or delete it"
@@ -62,7 +63,7 @@ class CheckpointStore:
                 raise ConfigError(
                     "trainer.resume_mode=resume_path needs trainer.resume_from_path; name a global_step_N folder"
                 )
-            found = Path(resume_from_path).absolute()
+            found = Path(resume_from_path).expanduser().absolute()
         if found is not None:
             self.verify(found)
         return found
@@ -73,8 +74,8 @@ class CheckpointStore:
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint at {path}; expected a folder named global_step_N")
         try:
-            listed = json.loads((path / MANIFEST).read_text())["files"]
-        except (OSError, ValueError, KeyError) as cause:
+            listed = {str(name): int(size) for name, size in json.loads((path / MANIFEST).read_text())["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
             raise CheckpointCorruptError(
                 f"{path} has no readable {MANIFEST} ({cause}); it was not written whole: resume from another step"
             ) from cause
@@ -142,6 +143,17 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         raise CheckpointCorruptError(f"{path} cannot be read ({cause}); resume from another step") from cause
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Turn what reading damaged state raises into a `CheckpointCorruptError` that names the checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as cause:  # unpickling and indexing of damaged bytes raise anything
+        raise CheckpointCorruptError(f"{folder} cannot be read back ({cause!r}); resume from another step") from cause
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ def decode_rollouts(batch: DataProto, tokenizer: Any) -> list[tuple[str, str]]:
 
 def dump_generations(directory: str | Path, step: int, samples: list[dict[str, Any]]) -> Path:
     """Write `{directory}/{step}.jsonl`, one sample a line; values JSON cannot hold are written as text."""
-    path = Path(directory) / f"{step}.jsonl"
+    path = Path(directory).expanduser() / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:

@@ -18,7 +18,7 @@ import torch
 
 from ppo_lib.algorithms.kl import get_kl_controller
 from ppo_lib.config import PPOConfig, as_config, need_old_log_probs, step_arithmetic
-from ppo_lib.errors import ConfigError
+from ppo_lib.errors import ConfigError, DataError, PPOLibError
 from ppo_lib.models import load_processor, load_tokenizer, resolve_model_path
 from ppo_lib.reward import RewardLoopManager, as_batch_reward, check_dataset, is_per_sample
 from ppo_lib.rollout import AgentLoopManager, CheckpointEngineManager, LLMServerManager
@@ -39,7 +39,7 @@ from ppo_lib.trainer.build import (
     default_role_worker_mapping,
     default_worker_group_cls,
 )
-from ppo_lib.trainer.checkpoint import STATE, CheckpointStore, read_json, write_json
+from ppo_lib.trainer.checkpoint import STATE, CheckpointStore, damage_named, read_json, write_json
 from ppo_lib.trainer.dump import decode_rollouts, dump_generations
 from ppo_lib.trainer.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from ppo_lib.trainer.preflight import preflight
@@ -224,6 +224,8 @@ class RayPPOTrainer(PPOStages):
         `on_stage(stage, batch, metrics)` is called after each stage, with the batch as the stage left it.
         """
         trainer = self.config.trainer
+        if "worker_groups" not in self.__dict__:
+            raise PPOLibError("there are no workers: call init_workers() before fit(), and close() only after it")
         self._load_checkpoint()
         self.checkpoint_manager.update_weights(self.global_steps)
         tracking = Tracking(
@@ -242,6 +244,7 @@ class RayPPOTrainer(PPOStages):
                 progress.validated(metrics)
                 tracking.log(metrics, self.global_steps)
             while self.global_steps < self.total_training_steps and not trainer.val_only:
+                epoch_began_at = self.global_steps
                 for batch_dict in self.train_dataloader:
                     for stage, batch, metrics in self.step_through(batch_dict):
                         progress.stage(stage)
@@ -253,12 +256,14 @@ class RayPPOTrainer(PPOStages):
                     tracking.log(metrics, self.global_steps)
                     if self.global_steps >= self.total_training_steps:
                         break
+                if self.global_steps == epoch_began_at:
+                    raise DataError("an epoch of training data gave no batch: its sampler yields too few rows")
         finally:
             progress.close()
             tracking.close()
             if self.config.ray_kwargs.timeline_json_file:
                 write_timeline(self.config.ray_kwargs.timeline_json_file)
-        print(progress.summary(Path(trainer.default_local_dir), trainer.logger, self.last_saved), flush=True)
+        print(progress.summary(self.checkpoints.root, trainer.logger, self.last_saved), flush=True)
         return metrics
 
     def step_through(self, batch_dict: dict[str, Any]) -> Iterator[tuple[str, DataProto, dict[str, Any]]]:
@@ -378,9 +383,7 @@ class RayPPOTrainer(PPOStages):
         if directory:
             dump_generations(directory, self.global_steps, log.samples)
         if shown:
-            dump_generations(
-                Path(self.config.trainer.default_local_dir) / "val_generations", self.global_steps, log.samples[:shown]
-            )
+            dump_generations(self.checkpoints.root / "val_generations", self.global_steps, log.samples[:shown])
         return log.metrics()
 
     def _dump_rollouts(self, batch: DataProto, directory: str) -> None:
@@ -421,14 +424,16 @@ class RayPPOTrainer(PPOStages):
         if self.resume_from is None:
             return
         folder = self.resume_from
-        state = read_json(folder / STATE)
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
-        self.train_dataloader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
-        self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
-        restore_driver_random_state(state["random"])
-        self.global_steps = state["global_steps"]
+        state = read_json(folder / STATE)
+        with damage_named(folder):
+            position = torch.load(folder / "data.pt", weights_only=True)
+            self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
+            restore_driver_random_state(state["random"])
+            self.global_steps = int(state["global_steps"])
+        self.train_dataloader.load_state_dict(position)
         print(f"resumed from {folder} at step {self.global_steps}", flush=True)
 
     def close(self) -> None:

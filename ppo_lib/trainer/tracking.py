@@ -153,7 +153,7 @@ class Tracking:
         config: dict[str, Any],
         resumed_step: int = 0,
     ):
-        directory = Path(directory)
+        directory = Path(directory).expanduser()
         make: dict[str, Callable[[], Backend]] = {
             "console": ConsoleBackend,
             "tensorboard": lambda: TensorBoardBackend(directory),

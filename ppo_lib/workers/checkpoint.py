@@ -84,7 +84,9 @@ def load_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str]) -
     with engine.resident(optimizer="optimizer" in parts), torch.no_grad():
         if "model" in parts:
             reader = _Reader(folder / WEIGHTS)
-            for name, tensor in _weights(engine):
+            weights = dict(_weights(engine))
+            reader.refuse_others(weights)
+            for name, tensor in weights.items():
                 reader.copy_into(tensor, name)
         if "optimizer" in parts and engine.optimizer is not None:
             _load_optimizer(engine, engine.optimizer, _Reader(folder / OPTIMIZER))
@@ -203,6 +205,15 @@ class _Reader:
         else:
             raise CheckpointCorruptError(f"{stem.parent} has neither {single.name} nor {index.name}")
         self._open: dict[str, Any] = {}
+
+    def refuse_others(self, names: Iterable[str]) -> None:
+        """Raise if a tensor is stored that is none of `names`: it would be lost without a word."""
+        others = sorted(self._file_of.keys() - set(names))
+        if others:
+            raise CheckpointCorruptError(
+                f"{self._folder} holds {len(others)} tensors that this model does not have, such as {others[0]!r}; "
+                "resume with the model it was saved from"
+            )
 
     def keys_of(self, parameter: str) -> list[str]:
         """Which states are stored for a parameter (`exp_avg`, ...)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,6 +25,9 @@ from ppo_lib.workers.packing import PackedRows
 from ppo_lib.workers.precision import Precision
 
 __all__ = ["build_engine", "check_packing", "load_policy", "load_value_model"]
+
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -131,9 +135,12 @@ def _load(auto_class: Any, model: Any, fsdp: Any, empty: bool, settings: dict[st
                 return auto_class.from_config(config, **options), set()
         with _quiet_transformers():
             network, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         kind = auto_class.__name__.removeprefix("AutoModelFor")
         raise ModelError(f"cannot load {model.path!r} as a model of kind {kind}: {error}") from error
+    unused = sorted(name for name in report["unexpected_keys"] if not name.startswith("lm_head."))
+    if unused:  # a family may ship more than it computes with (draft layers, say), so that it is no error
+        logger.warning("%s: %d tensors of its files are not used, such as %s", model.path, len(unused), unused[0])
     return network, set(report["missing_keys"])
 
 
@@ -164,7 +171,10 @@ def _network_config(model: Any, path: str, settings: dict[str, Any]) -> Any:
     # Dropout would make the probabilities of the update differ from those of the passes before it. Some families'
     # configurations are silent and would get 0.1 on a token classification head.
     dropout = {name: 0.0 for name, value in config.to_dict().items() if _is_dropout(name) and value is not None}
-    for name, value in {**dropout, **settings, **(model.override_config or {})}.items():
+    for name in model.override_config:
+        if not hasattr(config, name):
+            raise ConfigError(f"model.override_config.{name}: the configuration of {model.path!r} has no such key")
+    for name, value in {**dropout, **settings, **model.override_config}.items():
         setattr(config, name, value)
     return config
 

@@ -151,3 +151,14 @@ def test_an_empty_file_is_the_defaults(tmp_path):
 def test_validating_a_dict_raises_a_value_error():
     with pytest.raises(ValueError, match="train_batch_size"):
         PPOConfig.model_validate({"data": {"train_batch_size": 0}})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("data: &a\n  x: *a\n", "an alias refers to what it stands in"), ("data: !!int foo\n", "not valid YAML")],
+)
+def test_yaml_that_parses_to_no_value_is_named(tmp_path, text, says):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_config(file)

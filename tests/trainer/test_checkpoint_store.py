@@ -97,3 +97,26 @@ def test_retention_keeps_the_newest_of_each_part_and_survives_a_restart(tmp_path
     assert not (tmp_path / "global_step_3" / "critic").exists()
     assert (tmp_path / "global_step_4" / "actor").exists()
     assert (tmp_path / "global_step_4" / "critic").exists()
+
+
+def test_without_a_pointer_the_newest_whole_checkpoint_is_found(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    save(store, 10)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert store.resolve("auto", None) == tmp_path / "global_step_10"
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(CheckpointStore("~/runs"), 1)
+    assert CheckpointStore(tmp_path / "runs").resolve("resume_path", "~/runs/global_step_1")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"files": [1]}', '{"files": {"a": "many"}}'])
+def test_a_manifest_of_another_form_is_a_named_error(tmp_path, text):
+    store = CheckpointStore(tmp_path)
+    save(store, 3)
+    (tmp_path / "global_step_3" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointCorruptError, match=r"manifest\.json"):
+        store.resolve("auto", None)

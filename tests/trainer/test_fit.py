@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import GRPO, PPO, metrics_of, run, tiny_trainer
 
-from ppo_lib.errors import CheckpointCorruptError, ConfigError
+from ppo_lib.errors import CheckpointCorruptError, ConfigError, PPOLibError
 
 PPO_STAGES = [
     "dataloader", "gen", "balance", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
@@ -153,6 +153,38 @@ def test_a_damaged_checkpoint_is_refused_before_workers_start(tmp_path):
     victim.write_bytes(victim.read_bytes()[:-10])
     with pytest.raises(CheckpointCorruptError, match=victim.name):
         tiny_trainer(tmp_path, *GRPO, "trainer.resume_mode=auto")
+
+
+@pytest.mark.parametrize("file", ["data.pt", "trainer_state.json"])
+def test_damage_that_keeps_a_file_s_size_is_named_when_it_is_read(tmp_path, file):
+    run(tmp_path, *GRPO, "trainer.save_freq=2")
+    victim = tmp_path / "global_step_2" / file
+    size = victim.stat().st_size
+    victim.write_bytes(b"{}".ljust(size) if file.endswith("json") else bytes(size))
+    assert_refused(tmp_path, "global_step_2")
+
+
+def test_a_model_with_fewer_layers_than_the_checkpoint_is_refused(tmp_path):
+    run(tmp_path, *GRPO, "trainer.save_freq=2")
+    shallow = "actor_rollout_ref.model.override_config.num_hidden_layers=1"
+    assert_refused(tmp_path, r"holds \d+ tensors that this model does not have", shallow)
+
+
+def assert_refused(folder, says, *overrides):
+    """Resuming ends in a `CheckpointCorruptError` with this message."""
+    resume = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
+    trainer = tiny_trainer(folder, *GRPO, *resume, *overrides)
+    try:
+        trainer.init_workers()
+        with pytest.raises(CheckpointCorruptError, match=says):
+            trainer.fit()
+    finally:
+        trainer.close()
+
+
+def test_fit_before_init_workers_says_what_to_call(tmp_path):
+    with pytest.raises(PPOLibError, match="call init_workers"):
+        tiny_trainer(tmp_path, *GRPO).fit()
 
 
 def test_the_exported_model_loads_in_transformers_with_the_same_logits(tmp_path):

@@ -30,6 +30,7 @@ def problems_of(config: PPOConfig) -> list[str]:
         *_widths(config),
         *_ranks(config),
         *_sampling(config),
+        *_stops(config),
         *_run(config),
     ]
     return list(dict.fromkeys(problems))  # actor and critic share some
@@ -161,6 +162,11 @@ def _sampling(config: PPOConfig) -> Iterator[str]:
     ):
         if top_k == 0:
             yield f"{name}.top_k=0 leaves no token to sample; set {name}.top_k to -1 for all, or to 1 or more"
+
+
+def _stops(config: PPOConfig) -> Iterator[str]:
+    if "" in config.actor_rollout_ref.rollout.stop:
+        yield f"{_ROLLOUT}.stop holds an empty string, which would end every response before it begins; leave it out"
 
 
 def _run(config: PPOConfig) -> Iterator[str]:

@@ -240,3 +240,22 @@ def test_a_key_with_effect_or_with_its_default_gets_none():
 def test_notices_are_logged(caplog):
     load_with("algorithm.lam=0.9")
     assert [record.getMessage() for record in caplog.records] == list(load_with("algorithm.lam=0.9").notices)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{ROLLOUT}.stop=['x', '']"], "stop holds an empty string"),
+        (
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=6"],
+            "kl_ctrl.horizon=6 is a fifth of the 32 sequences of a step or less",
+        ),
+        ([f"{ACTOR}.checkpoint.save_contents=[optimizer]"], "load_contents=['optimizer'] leaves the model out"),
+    ],
+)
+def test_what_would_fail_or_go_wrong_in_the_run_is_refused_at_load(overrides, says):
+    assert says in refusal(*overrides)
+
+
+def test_a_run_that_never_resumes_may_save_what_it_likes():
+    load_with(f"{ACTOR}.checkpoint.save_contents=[optimizer]", "trainer.resume_mode=disable")

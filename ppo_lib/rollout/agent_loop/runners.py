@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ppo_lib.config import ActorRolloutRefConfig
+from ppo_lib.errors import ConfigError
 from ppo_lib.rollout.agent_loop.base import AgentLoopBase, AgentLoopOutput, AgentSample, agent_loop_class
 from ppo_lib.rollout.replica import call_actor, run_blocking
 from ppo_lib.rollout.server import LLMServerClient
@@ -36,7 +37,12 @@ class InProcessRunner:
 
     async def run(self, sample: AgentSample) -> AgentLoopOutput:
         """See `LoopRunner.run`; the row's column `agent_name` says which loop."""
-        return await self._loop(sample.columns.get("agent_name") or self._default).run(sample)
+        name = sample.columns.get("agent_name") or self._default
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"sample {sample.uid}: the column agent_name holds {name!r}; expected the name of an agent loop"
+            )
+        return await self._loop(name).run(sample)
 
     def shutdown(self) -> None:
         """See `LoopRunner.shutdown`."""

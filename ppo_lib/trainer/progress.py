@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ppo_lib.trainer.tracking import METRICS_FILE, tensorboard_dir
+
 REWARD, LENGTH = "critic/score/mean", "response_length/mean"
 
 
@@ -18,6 +20,7 @@ class Progress:
             total=total_steps, initial=done_steps, desc="training", unit="step", dynamic_ncols=True, disable=None
         )
         self.rewards: list[float] = []
+        self._length = float("nan")
         self.validations: list[dict[str, float]] = []
 
     def stage(self, name: str) -> None:
@@ -53,11 +56,11 @@ class Progress:
             for name, value in after.items():
                 change = f"{before.get(name, float('nan')):.3f}  ->  " if len(self.validations) > 1 else ""
                 lines.append(f"  validation   {name.removeprefix('val-core/')}  {change}{value:.3f}")
-        places = {"file": log_dir / "metrics.jsonl", "tensorboard": log_dir / "tensorboard"}
+        places = {"file": log_dir / METRICS_FILE, "tensorboard": tensorboard_dir(log_dir)}
         lines += [f"  {name:<12} {places[name]}" for name in logger if name in places]
         lines.append(
             f"  checkpoint   {saved}"
             if saved
-            else "  checkpoint   none: nothing was saved (trainer.save_freq is not positive)"
+            else "  checkpoint   none: this run saved nothing (see trainer.save_freq)"
         )
         return "\n".join(lines)

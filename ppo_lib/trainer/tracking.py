@@ -49,13 +49,18 @@ class ConsoleBackend:
         """Nothing is held open."""
 
 
+def tensorboard_dir(directory: Path) -> Path:
+    """Where TensorBoard's files go: `$TENSORBOARD_DIR`, or `tensorboard/` beside the checkpoints."""
+    return Path(os.environ.get("TENSORBOARD_DIR", directory / "tensorboard"))
+
+
 class TensorBoardBackend:
-    """Scalars in `$TENSORBOARD_DIR`, or `tensorboard/` beside the checkpoints."""
+    """Scalars in `tensorboard_dir`."""
 
     def __init__(self, directory: Path):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(os.environ.get("TENSORBOARD_DIR", str(directory / "tensorboard")))
+        self.writer = SummaryWriter(str(tensorboard_dir(directory)))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One scalar per metric."""

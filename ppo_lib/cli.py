@@ -7,7 +7,9 @@ ppo_lib check yaml_configs/quickstart.yaml
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from ppo_lib import __version__
 from ppo_lib.config import PPOConfig, load_config, step_arithmetic
@@ -40,8 +42,23 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
-    print(_load(options.words).to_yaml(), end="")
+    if options.schema and options.words:
+        raise ConfigError(f"the schema is of every file alike; leave out {' '.join(options.words)}")
+    text = _schema() if options.schema else _load(options.words).to_yaml()
+    if options.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(options.output).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {options.output}: {error.strerror}") from None
     return 0
+
+
+def _schema() -> str:
+    from ppo_lib.config.schema import json_schema
+
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def _gsm8k(options: argparse.Namespace) -> int:
@@ -74,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.add_argument("words", nargs="*", metavar="FILE or section.key=value", help="a YAML file, and overrides")
         sub.set_defaults(command=command)
+    config = commands.choices["config"]
+    config.add_argument("--schema", action="store_true", help="the JSON Schema of configuration files, for editors")
+    config.add_argument("-o", "--output", metavar="FILE", help="write there instead of to the terminal")
     data = commands.add_parser("data", help="prepare a data set").add_subparsers(required=True, metavar="DATASET")
     gsm8k = data.add_parser("gsm8k", help="download GSM8K and write it as parquet")
     gsm8k.add_argument("--out", required=True, metavar="DIR", help="folder for train.parquet and test.parquet")

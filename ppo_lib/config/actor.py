@@ -17,14 +17,14 @@ class ActorFSDPConfig(TrainedFSDPConfig):
     """How FSDP2 shards the policy."""
 
     entropy_from_logits_chunk_size: Positive | None = follow("${..entropy_from_logits_chunk_size}", None)
-    """Follows the key one level up."""
+    """Response tokens whose logits exist at one time."""
 
 
 class RefFSDPConfig(FSDPConfig):
     """How FSDP2 shards the reference."""
 
     entropy_from_logits_chunk_size: Positive | None = follow("${..entropy_from_logits_chunk_size}", None)
-    """Follows the key one level up."""
+    """Response tokens whose logits exist at one time."""
 
 
 class PolicyLossConfig(ConfigModel):
@@ -52,23 +52,23 @@ class ActorConfig(ConfigModel):
     use_dynamic_bsz: bool = False
     """Pack rows up to the token cap even where a micro-batch size is set."""
     ppo_max_token_len_per_gpu: Positive = 16384
-    """The token cap of one micro-batch on one rank."""
+    """The token cap: most tokens of one micro-batch on one rank, wherever rows are packed."""
     ppo_epochs: Positive = 1
     """Passes over each batch of rollouts."""
     shuffle: bool = False
     """Visit the mini-batches in a random order, drawn anew each pass."""
     data_loader_seed: int = follow("${trainer.seed}", 42)
-    """Seed of that order."""
+    """Seed of the order of `shuffle`."""
     clip_ratio: _Ratio = 0.2
-    """PPO's clip range, where the two below are not set."""
+    """PPO's clip range: the ratio counts from 1 - `clip_ratio` to 1 + `clip_ratio`."""
     clip_ratio_low: _Ratio = follow("${actor_rollout_ref.actor.clip_ratio}", 0.2)
-    """Lower clip range; null follows `clip_ratio`."""
+    """Clip range below 1, where it differs from `clip_ratio`."""
     clip_ratio_high: _Ratio = follow("${actor_rollout_ref.actor.clip_ratio}", 0.2)
-    """Upper clip range; null follows `clip_ratio`."""
+    """Clip range above 1, where it differs from `clip_ratio`."""
     clip_ratio_c: Annotated[float, Field(gt=1.0)] = 3.0
     """Dual clip: where the advantage is negative, the ratio counts at most this much."""
     loss_agg_mode: AggregationName = "token-mean"
-    """How the (B, R) loss becomes one number."""
+    """How the losses of all response tokens become one number."""
     loss_scale_factor: Annotated[float, Field(gt=0.0)] | None = None
     """Divisor of `seq-mean-token-sum-norm`; null is `data.max_response_length`."""
     entropy_coeff: float = 0.0
@@ -78,7 +78,7 @@ class ActorConfig(ConfigModel):
     use_kl_loss: bool = False
     """Add the KL to the reference to the loss."""
     kl_loss_coef: Annotated[float, Field(ge=0.0)] = 0.001
-    """Weight of that KL."""
+    """Weight of the KL to the reference in the loss."""
     kl_loss_type: KLName = "low_var_kl"
     """Which KL estimator the loss uses."""
     grad_clip: Annotated[float, Field(ge=0.0)] | None = 1.0
@@ -90,7 +90,7 @@ class ActorConfig(ConfigModel):
 
 
 class RefConfig(ConfigModel):
-    """The frozen reference policy."""
+    """The frozen reference policy, kept where a KL is wanted."""
 
     fsdp_config: RefFSDPConfig = RefFSDPConfig()
     """Sharding."""
@@ -103,4 +103,4 @@ class RefConfig(ConfigModel):
     entropy_from_logits_chunk_size: Positive | None = follow(
         "${actor_rollout_ref.actor.entropy_from_logits_chunk_size}", None
     )
-    """Response tokens whose logits exist at one time; null follows the actor's."""
+    """Response tokens whose logits exist at one time."""

@@ -9,7 +9,7 @@ from ppo_lib.config.rollout import RolloutConfig
 
 
 class ActorRolloutRefConfig(ConfigModel):
-    """Everything the policy's workers are given."""
+    """The policy, its reference and its rollouts: what their workers share."""
 
     model: ModelConfig = ModelConfig()
     """The network."""

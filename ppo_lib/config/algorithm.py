@@ -11,25 +11,25 @@ from ppo_lib.config.registered import EstimatorName, KLName
 
 
 class KLCtrlConfig(ConfigModel):
-    """The coefficient of the KL in the reward."""
+    """The coefficient of the KL in the reward, where `algorithm.use_kl_in_reward` is true."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` moves the coefficient towards a target KL."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.001
     """The coefficient, or the one that `adaptive` starts from."""
     horizon: Positive = 10000
-    """Samples over which `adaptive` moves."""
+    """How slowly `adaptive` moves: samples over which a full error changes the coefficient by itself."""
     target_kl: Annotated[float, Field(gt=0.0)] = 0.1
     """The KL that `adaptive` aims at."""
 
 
 class AlgorithmConfig(ConfigModel):
-    """Advantage estimation."""
+    """Advantage estimation, and the KL that is taken from the reward."""
 
     adv_estimator: EstimatorName = "gae"
     """A registered advantage estimator, or `module:function`."""
     gamma: Fraction = 1.0
-    """Discount."""
+    """Discount of later rewards."""
     lam: Fraction = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True

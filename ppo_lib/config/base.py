@@ -78,14 +78,17 @@ def walk_fields(model: type[ConfigModel], prefix: tuple[str, ...] = ()) -> Itera
 
 
 def one_or_many(value: Any) -> Any:
-    """A single string as a list of one."""
-    return (value,) if isinstance(value, str) else value
+    """A single string or number as a list of one."""
+    return (value,) if isinstance(value, str | int) else value
 
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
 """A list of strings; a single string is a list of one."""
-Ints = Annotated[tuple[int, ...], BeforeValidator(lambda value: (value,) if isinstance(value, int) else value)]
-OpenDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+Ints = Annotated[tuple[int, ...], BeforeValidator(one_or_many, json_schema_input_type=int | tuple[int, ...])]
+OpenDict = Annotated[
+    dict[str, Any],
+    BeforeValidator(lambda value: {} if value is None else value, json_schema_input_type=dict[str, Any] | None),
+]
 """Keys that are passed on as they are; null is none."""
 Frequency = Annotated[int, Field(ge=-1)]
 """Every so many steps; -1 or 0 is never."""

@@ -26,7 +26,7 @@ class CriticConfig(ConfigModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is saved."""
     ppo_mini_batch_size: Positive = follow("${actor_rollout_ref.actor.ppo_mini_batch_size}", 256)
-    """Prompts per optimizer step over all ranks."""
+    """Prompts per optimizer step of the critic over all ranks."""
     ppo_micro_batch_size_per_gpu: Positive | None = None
     """Rows per forward and backward on one rank; null packs rows up to the token cap."""
     use_dynamic_bsz: bool = follow("${actor_rollout_ref.actor.use_dynamic_bsz}", False)
@@ -34,19 +34,19 @@ class CriticConfig(ConfigModel):
     ppo_max_token_len_per_gpu: Positive = 32768
     """The token cap of one micro-batch on one rank."""
     forward_micro_batch_size_per_gpu: Positive | None = follow("${.ppo_micro_batch_size_per_gpu}", None)
-    """The same for the forward-only pass."""
+    """Rows per forward of the pass that computes values, on one rank."""
     forward_max_token_len_per_gpu: Positive = follow("${.ppo_max_token_len_per_gpu}", 32768)
-    """The token cap of the forward-only pass."""
+    """The token cap of the pass that computes values."""
     ppo_epochs: Positive = follow("${actor_rollout_ref.actor.ppo_epochs}", 1)
-    """Passes over each batch of rollouts."""
+    """Passes of the critic over each batch of rollouts."""
     shuffle: bool = follow("${actor_rollout_ref.actor.shuffle}", False)
     """Visit the mini-batches in a random order, drawn anew each pass."""
     data_loader_seed: int = follow("${trainer.seed}", 42)
-    """Seed of that order."""
+    """Seed of the order of `shuffle`."""
     cliprange_value: Annotated[float, Field(gt=0.0)] = 0.5
     """New values are clipped to within this of the old ones."""
     loss_agg_mode: AggregationName = follow("${actor_rollout_ref.actor.loss_agg_mode}", "token-mean")
-    """How the (B, R) loss becomes one number."""
+    """How the losses of all response tokens become one number."""
     loss_scale_factor: Annotated[float, Field(gt=0.0)] | None = follow(
         "${actor_rollout_ref.actor.loss_scale_factor}", None
     )

@@ -10,10 +10,10 @@ from ppo_lib.config.base import ConfigModel, NonNegative, OpenDict, Positive, St
 
 
 class CustomClassConfig(ConfigModel):
-    """A class of the user's own, found by file and name."""
+    """A dataset class of your own in place of the built-in one, found by file and name."""
 
     path: str | None = None
-    """Python file that defines the class; null uses the built-in one."""
+    """Python file, or `pkg://module`, that defines the class; null uses the built-in one."""
     name: str | None = None
     """Name of the class in that file."""
 
@@ -22,13 +22,13 @@ class DataConfig(ConfigModel):
     """Prompts for training and validation."""
 
     train_files: Annotated[Strings, Field(min_length=1)] = ("~/data/rlhf/gsm8k/train.parquet",)
-    """Parquet, json or jsonl files (one or a list), or `builtin:NAME`."""
+    """Parquet, json or jsonl files with the training prompts (one or a list), or `builtin:NAME`."""
     val_files: Annotated[Strings, Field(min_length=1)] = ("~/data/rlhf/gsm8k/test.parquet",)
-    """The same for validation."""
+    """Files with the validation prompts, in the same forms."""
     train_max_samples: Annotated[int, Field(ge=-1)] = -1
-    """Use at most so many training rows; -1 is all."""
+    """Most training rows to use: the first, or with `shuffle` a random choice; -1 is all."""
     val_max_samples: Annotated[int, Field(ge=-1)] = -1
-    """Use at most so many validation rows; -1 is all."""
+    """Most validation rows to use: the first, or with `validation_shuffle` a random choice; -1 is all."""
     prompt_key: str = "prompt"
     """Column with the prompt: a chat list or a string."""
     reward_fn_key: str = "data_source"
@@ -42,9 +42,9 @@ class DataConfig(ConfigModel):
     val_batch_size: Positive | None = None
     """Prompts per validation batch; null takes all at once."""
     shuffle: bool = True
-    """Draw training prompts in an order that depends on the seed and the epoch."""
+    """Draw training prompts in a random order, another one each epoch; false keeps the order of the files."""
     seed: int = follow("${trainer.seed}", 42)
-    """Seed of that order."""
+    """Seed of the order of `shuffle`, and of the rows that `train_max_samples` chooses."""
     dataloader_num_workers: Workers | None = None
     """Processes that prepare prompts; 0 is the driver itself, null is min(8, cores)."""
     validation_shuffle: bool = False
@@ -52,10 +52,10 @@ class DataConfig(ConfigModel):
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than `max_prompt_length`, and say how many."""
     filter_overlong_prompts_workers: NonNegative = 1
-    """Processes that count tokens for that filter."""
+    """Threads that count tokens before training; 0 is 1."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt that is too long and was not filtered: stop, or cut at that side."""
+    """What happens to a prompt longer than `max_prompt_length`: `error` stops the run, the others cut it there."""
     custom_cls: CustomClassConfig = CustomClassConfig()
     """A dataset class of your own in place of RLHFDataset."""
     apply_chat_template_kwargs: OpenDict = {}
-    """Passed on to the tokenizer's chat template."""
+    """Keyword arguments of the tokenizer's chat template, such as `enable_thinking`."""

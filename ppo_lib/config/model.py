@@ -18,9 +18,7 @@ class NetworkConfig(ConfigModel):
     path: _Path = _DEFAULT_PATH
     """`builtin:NAME`, a local folder with a config.json, or a Hugging Face id."""
     hf_config_path: str | None = None
-    """Where the model's configuration comes from; null is `path`."""
-    tokenizer_path: str = follow("${actor_rollout_ref.model.path}", _DEFAULT_PATH)
-    """Where the tokenizer comes from; null is the model's own folder."""
+    """Folder or Hugging Face id with the model's configuration; null is `path`."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
     external_lib: str | None = None
@@ -34,6 +32,8 @@ class NetworkConfig(ConfigModel):
 class ModelConfig(NetworkConfig):
     """The policy's model."""
 
+    tokenizer_path: str = follow("${actor_rollout_ref.model.path}", _DEFAULT_PATH)
+    """Where the tokenizer comes from, in the same forms as `path`."""
     custom_chat_template: str | None = None
     """A Jinja chat template in place of the tokenizer's."""
 
@@ -42,8 +42,6 @@ class CriticModelConfig(NetworkConfig):
     """The network under the value head; the actor's, unless told otherwise."""
 
     path: _Path = follow("${actor_rollout_ref.model.path}", _DEFAULT_PATH)
-    """As the actor's; null follows it."""
-    tokenizer_path: str = follow("${critic.model.path}", _DEFAULT_PATH)
-    """Where the tokenizer comes from; null is the model's own folder."""
+    """`builtin:NAME`, a local folder with a config.json, or a Hugging Face id."""
     trust_remote_code: bool = follow("${actor_rollout_ref.model.trust_remote_code}", False)
-    """Allow code that comes with the model to run; null follows the actor's."""
+    """Allow code that comes with the model to run."""

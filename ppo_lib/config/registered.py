@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 
 from ppo_lib.algorithms import names
 
@@ -27,7 +27,13 @@ def _one_of(kind: str, known: dict[str, str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-EstimatorName = Annotated[str, _registered(names.find_adv_estimator)]
-PolicyLossName = Annotated[str, _registered(names.find_policy_loss)]
-AggregationName = Annotated[str, _one_of("loss aggregation mode", names.LOSS_AGG_MODES)]
-KLName = Annotated[str, _one_of("KL estimator", names.KL_PENALTIES)]
+def _choices(known: Iterable[str], *more: dict[str, str]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"enum": list(known)}, *more]})
+
+
+_REFERENCE = {"type": "string", "pattern": r"^[\w.]+:\w+$", "title": "module:function"}
+
+EstimatorName = Annotated[str, _registered(names.find_adv_estimator), _choices(names.ADV_ESTIMATORS, _REFERENCE)]
+PolicyLossName = Annotated[str, _registered(names.find_policy_loss), _choices(names.POLICY_LOSSES, _REFERENCE)]
+AggregationName = Annotated[str, _one_of("loss aggregation mode", names.LOSS_AGG_MODES), _choices(names.LOSS_AGG_MODES)]
+KLName = Annotated[str, _one_of("KL estimator", names.KL_PENALTIES), _choices(names.KL_PENALTIES)]

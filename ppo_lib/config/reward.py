@@ -10,10 +10,10 @@ from ppo_lib.config.base import ConfigModel, OpenDict, Workers
 
 
 class CustomRewardConfig(ConfigModel):
-    """A scorer of the user's own."""
+    """A scoring function of your own."""
 
     path: str | None = None
-    """Python file that defines the scorer; null scores by `data_source`."""
+    """Python file, or `pkg://module`, that defines the function; null picks a built-in scorer by `data_source`."""
     name: str = "compute_score"
     """Name of the function in that file."""
     reward_kwargs: OpenDict = {}
@@ -21,10 +21,10 @@ class CustomRewardConfig(ConfigModel):
 
 
 class ManagerModuleConfig(ConfigModel):
-    """Where a reward manager of the user's own is found."""
+    """A reward manager of your own, for `source: importlib`."""
 
     path: str | None = None
-    """Python file that defines the manager."""
+    """Python file, or `pkg://module`, that defines the manager."""
     name: str = "custom_reward_manager"
     """Name of the class in that file."""
 
@@ -41,7 +41,7 @@ class RewardManagerConfig(ConfigModel):
 
 
 class RewardConfig(ConfigModel):
-    """Scoring."""
+    """Who scores the responses, and where."""
 
     num_workers: Workers | None = None
     """Ray actors that score; 0 is the driver itself, null is min(8, cores)."""

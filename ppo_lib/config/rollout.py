@@ -28,12 +28,12 @@ class ValKwargsConfig(ConfigModel):
 
 
 class AgentConfig(ConfigModel):
-    """Who runs the agent loops."""
+    """What turns a prompt into a response, and where it runs."""
 
     num_workers: Workers | None = None
     """Ray actors that run agent loops; 0 is the driver itself, null is min(8, cores)."""
     default_agent_loop: str = "single_turn_agent"
-    """The loop for rows that name none."""
+    """The loop for rows whose column `agent_name` names none."""
 
 
 class CheckpointEngineConfig(ConfigModel):
@@ -49,16 +49,16 @@ class EngineKwargsConfig(ConfigModel):
     """Arguments handed to an engine as they are."""
 
     sglang: OpenDict = {}
-    """Arguments of sglang's engine."""
+    """Keyword arguments of sglang's engine, passed on as they are."""
 
 
 class RolloutConfig(ConfigModel):
-    """Generation."""
+    """How responses are generated."""
 
     name: Literal["auto", "hf", "sglang"] = "auto"
     """The engine; `auto` is hf, until the sglang engine is there for machines that have it and a GPU."""
     n: Positive = 1
-    """Responses per prompt."""
+    """Responses per training prompt: the size of a group."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature; log-probs are scaled by it."""
     top_k: _TopK = -1
@@ -76,9 +76,9 @@ class RolloutConfig(ConfigModel):
     seed: int = follow("${trainer.seed}", 42)
     """Seed from which each sample's own seed is derived."""
     prompt_length: Positive = follow("${data.max_prompt_length}", 512)
-    """Prompt width in tokens; null follows `data.max_prompt_length`."""
+    """Prompt width in tokens."""
     response_length: Positive = follow("${data.max_response_length}", 512)
-    """Most tokens of a response; null follows `data.max_response_length`."""
+    """Most tokens of a response."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the replicas' weights (float32 where a CPU lacks bfloat16 arithmetic)."""
     calculate_log_probs: bool = True
@@ -92,7 +92,7 @@ class RolloutConfig(ConfigModel):
     log_prob_use_dynamic_bsz: bool = follow("${actor_rollout_ref.actor.use_dynamic_bsz}", False)
     """Pack rows up to the token cap even where a micro-batch size is set."""
     log_prob_max_token_len_per_gpu: Positive = follow("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", 16384)
-    """The token cap of one micro-batch of that pass on one rank."""
+    """The token cap of one micro-batch of the actor's log-prob pass on one rank."""
     agent: AgentConfig = AgentConfig()
     """Who runs the agent loops."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
@@ -100,7 +100,7 @@ class RolloutConfig(ConfigModel):
     max_num_batched_tokens: Positive = 8192
     """Most prompt tokens read in one forward pass."""
     enable_chunked_prefill: bool = True
-    """Read long prompts in pieces of that size."""
+    """Read prompts longer than `max_num_batched_tokens` in pieces."""
     max_model_len: Positive | None = None
     """Longest prompt and response together; null is the sum of their widths."""
     free_cache_engine: bool = True

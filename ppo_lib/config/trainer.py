@@ -6,36 +6,37 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from ppo_lib.config.base import ConfigModel, Frequency, NonNegative, Positive, follow
+from ppo_lib.config.base import ConfigModel, Frequency, NonNegative, Positive, follow, one_or_many
 
 LoggerName = Literal["console", "tensorboard", "file", "wandb", "mlflow"]
 _Loggers = Annotated[
-    tuple[LoggerName, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+    tuple[LoggerName, ...],
+    BeforeValidator(one_or_many, json_schema_input_type=LoggerName | tuple[LoggerName, ...]),
 ]
 _LOCAL_DIR = "checkpoints/{}/{}"
 
 
 class TrainerConfig(ConfigModel):
-    """The run."""
+    """The run: steps, machines, validation, checkpoints, loggers."""
 
     total_epochs: Positive = 30
     """Passes over the training data."""
     total_training_steps: Positive | None = None
     """Steps of the run; null is what the epochs give."""
     project_name: str = "verl_examples"
-    """Project, for the loggers and the output folder."""
+    """Name of the project, for the loggers and the output folder."""
     experiment_name: str = "gsm8k"
-    """Experiment, for the loggers and the output folder."""
+    """Name of the experiment, for the loggers and the output folder."""
     logger: _Loggers = ("console", "tensorboard", "file")
-    """Where metrics go."""
+    """Where metrics go, one or several; wandb and mlflow where they are installed."""
     log_val_generations: NonNegative = 0
-    """Validation samples to log each time."""
+    """Validation samples to keep each time, as jsonl in `val_generations` under `default_local_dir`."""
     rollout_data_dir: str | None = None
     """Folder for every training sample as jsonl; null writes none."""
     validation_data_dir: str | None = None
     """Folder for every validation sample as jsonl; null writes none."""
     nnodes: Positive = 1
-    """Machines."""
+    """Machines of the run."""
     n_gpus_per_node: Positive = 8
     """Ranks per machine: GPUs, or processes on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -66,10 +67,10 @@ class TrainerConfig(ConfigModel):
     max_critic_ckpt_to_keep: Positive | None = None
     """Newest critic checkpoints to keep; null keeps all."""
     seed: int = 42
-    """Feeds every seed that is left null."""
+    """The seed that all others follow."""
     worker_group: Literal["ray", "local"] = "ray"
     """`local` runs one rank in this process: notebooks, debuggers."""
-    stage_timeout_s: Annotated[float, Field(gt=0.0)] = 3600
+    stage_timeout_s: Annotated[float, Field(gt=0.0)] = 3600.0
     """Seconds that one stage of a step, or the start of the workers, may take."""
     checks: bool = True
     """Hold each stage's output against the field table."""
@@ -89,7 +90,7 @@ class RayInitConfig(ConfigModel):
 
 
 class RayKwargsConfig(ConfigModel):
-    """Ray."""
+    """The Ray cluster of the run."""
 
     ray_init: RayInitConfig = RayInitConfig()
     """Arguments of `ray.init`."""

@@ -17,27 +17,27 @@ class OptimConfig(ConfigModel):
     optimizer: str = "AdamW"
     """Name of the optimizer class."""
     optimizer_impl: str = "torch.optim"
-    """The module that defines it."""
+    """The module that defines the optimizer class."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
-    """Optimizer steps of linear warm-up; -1 takes the ratio below."""
+    """Optimizer steps of linear warm-up; -1 takes `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: Fraction = 0.0
-    """Warm-up as a share of all optimizer steps."""
+    """Warm-up as a share of all optimizer steps, where `lr_warmup_steps` is -1."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the schedule after the warm-up."""
     min_lr_ratio: Fraction = 0.0
-    """The schedule ends at this share of the peak."""
+    """A schedule that falls ends at this share of `lr`."""
     total_training_steps: Annotated[int, Field(ge=-1)] = -1
     """Optimizer steps until the schedule ends; -1 is the whole run."""
     zero_indexed_step: bool = True
     """Count the schedule's steps from 0, so that a warm-up's first step has learning rate 0; false counts from 1."""
     clip_grad: Annotated[float, Field(ge=0.0)] | None = follow("${..grad_clip}", 1.0)
-    """Largest gradient norm; follows `grad_clip` one level up."""
+    """Largest gradient norm; 0 does not clip."""
     num_cycles: Annotated[float, Field(gt=0.0)] = 0.5
     """Waves of the cosine schedule; 0.5 falls once."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
-    """Decoupled weight decay."""
+    """Weight decay, as a share of `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam's moment decays."""
     override_optimizer_config: OpenDict = {}
@@ -45,7 +45,7 @@ class OptimConfig(ConfigModel):
 
 
 class CriticOptimConfig(OptimConfig):
-    """The critic's optimizer."""
+    """The critic's optimizer and its learning-rate schedule, counted in optimizer steps."""
 
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
     """Peak learning rate."""
@@ -65,7 +65,7 @@ class FSDPConfig(ConfigModel):
     forward_prefetch: bool = False
     """Gather the next block's parameters while this one computes."""
     model_dtype: Literal["fp32", "float32", "bf16", "bfloat16"] = "fp32"
-    """Type of the master weights."""
+    """Type of the master weights, which the optimizer changes."""
     dtype: Literal["bfloat16", "bf16", "float32", "fp32"] = "bfloat16"
     """Type of the arithmetic: mixed precision on CUDA, autocast on a CPU with AVX512-bf16."""
     seed: int = follow("${trainer.seed}", 42)
@@ -75,7 +75,7 @@ class FSDPConfig(ConfigModel):
 
 
 class TrainedFSDPConfig(FSDPConfig):
-    """The same for a model that has an optimizer."""
+    """How FSDP2 shards a model that is trained."""
 
     optimizer_offload: bool = False
     """Keep optimizer states in host memory between updates."""
@@ -87,8 +87,8 @@ class CheckpointConfig(ConfigModel):
     """What a checkpoint of this model holds."""
 
     save_contents: Annotated[tuple[CheckpointPart, ...], Field(min_length=1)] = ("model", "optimizer", "extra")
-    """Any of model, optimizer, extra (schedule, random states), hf_model."""
+    """Parts to save: model, optimizer, extra (schedule, random states), hf_model (a folder for transformers)."""
     load_contents: Annotated[tuple[CheckpointPart, ...], Field(min_length=1)] = follow(
         "${.save_contents}", ("model", "optimizer", "extra")
     )
-    """What is read on resuming; null is what was saved."""
+    """What is read on resuming."""

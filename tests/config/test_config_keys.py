@@ -28,7 +28,6 @@ OTHER_DEFAULTS = {
     "actor_rollout_ref.rollout.agent.num_workers": "null is min(8, cores)",
     "actor_rollout_ref.model.tokenizer_path": "follows the model",
     "critic.model.path": "follows the actor's",
-    "critic.model.tokenizer_path": "follows the model",
     "critic.model.trust_remote_code": "follows the actor's",
     "data.dataloader_num_workers": "null is min(8, cores)",
     "reward.num_workers": "null is min(8, cores)",

@@ -163,7 +163,7 @@ def test_the_critic_follows_the_actor_until_told_otherwise():
     critic = config.critic
     assert (critic.ppo_epochs, critic.ppo_mini_batch_size, critic.shuffle) == (3, 512, True)
     assert critic.forward_max_token_len_per_gpu == 5000
-    assert critic.model.path == critic.model.tokenizer_path == "some/model"
+    assert critic.model.path == config.actor_rollout_ref.model.tokenizer_path == "some/model"
 
 
 def test_the_reference_and_the_log_prob_pass_follow_the_actors_packing():

@@ -55,7 +55,6 @@ def config(model_path: str, *overrides: str) -> Any:
         overrides=[
             f"actor_rollout_ref.model.path={model_path}",
             "actor_rollout_ref.model.tokenizer_path=builtin:tiny-llama",
-            "critic.model.tokenizer_path=builtin:tiny-llama",
             "actor_rollout_ref.model.enable_gradient_checkpointing=false",
             "actor_rollout_ref.actor.fsdp_config.dtype=float32",
             "actor_rollout_ref.ref.fsdp_config.dtype=float32",

@@ -18,8 +18,12 @@ from ppo_lib.errors import ConfigError
 class AdvEstimator:
     """One row of `ADV_ESTIMATORS`.
 
-    `needs` holds names of envelope fields beyond rewards and mask: `values` (so a critic), `uid` (so the rollouts of
-    one prompt are compared, and one rollout a prompt teaches nothing).
+    Args:
+        needs: envelope fields it cannot do without beyond rewards and mask: `values` (so a critic), `uid` (so the
+            rollouts of one prompt are compared, and one rollout a prompt teaches nothing), `reward_baselines` (so a
+            greedy rollout a prompt), `old_log_probs`, `sum_pi_squared` (both from the actor).
+        uses: keywords it takes into account where they are there.
+        settings: keys of section `algorithm` it reads; None where nobody has said.
     """
 
     name: str
@@ -27,6 +31,10 @@ class AdvEstimator:
     needs: frozenset[str] = frozenset()
     summary: str = ""
     paper: str = ""
+    uses: frozenset[str] = frozenset()
+    settings: frozenset[str] | None = None
+    formula: str = ""
+    when: str = ""
 
     @property
     def needs_critic(self) -> bool:
@@ -53,23 +61,130 @@ def _table(*rows: Any) -> dict[str, Any]:
     return {row.name: row for row in rows}
 
 
+def _estimator(name: str, function: str, needs: str, settings: str = "", uses: str = "", **text: str) -> AdvEstimator:
+    sets = {"needs": needs, "settings": settings, "uses": uses}
+    listed = {key: frozenset(value.split()) for key, value in sets.items()}
+    return AdvEstimator(name, f"ppo_lib.algorithms.advantages.{function}", **listed, **text)
+
+
 _GRPO = {
-    "function": "ppo_lib.algorithms.advantages.grpo:compute_grpo_advantage",
-    "needs": frozenset({"uid"}),
-    "summary": "score minus the mean of its group, over the group's standard deviation",
-    "paper": "arXiv:2402.03300; without the division arXiv:2503.20783",
+    "function": "grpo:compute_grpo_advantage",
+    "needs": "uid",
+    "settings": "norm_adv_by_std_in_grpo",
+    "summary": "outcome minus the mean of its group, over the group's standard deviation",
+    "paper": "arXiv:2402.03300; without the division (Dr. GRPO) arXiv:2503.20783",
+    "formula": "A = (s - mean_g s) / (std_g s + 1e-6)",
+    "when": "the usual choice for outcome rewards without a critic",
+}
+_RLOO = {
+    "function": "baselines:compute_rloo_advantage",
+    "needs": "uid",
+    "summary": "outcome minus the mean outcome of the other responses to the prompt",
+    "paper": "arXiv:2402.14740",
+    "formula": "A = (s - mean_g s) n / (n - 1)",
+    "when": "outcome rewards where dividing by the deviation is not wanted; unbiased",
+}
+_ENERGY = {
+    "needs": "uid old_log_probs sum_pi_squared",
+    "uses": "rollout_is_weights",
+    "formula": "A_t = R_t - sum_g W_t R_t / sum_g W_t,  W_t = sum_{j<=t} 1 - 2 pi_j + sum_v pi_v^2",
 }
 
 ADV_ESTIMATORS: dict[str, AdvEstimator] = _table(
-    AdvEstimator(
+    _estimator(
         "gae",
-        "ppo_lib.algorithms.advantages.gae:compute_gae_advantage_return",
-        needs=frozenset({"values"}),
+        "gae:compute_gae_advantage_return",
+        needs="values",
+        settings="gamma lam",
         summary="exponentially weighted temporal differences of a critic, whitened over the batch",
         paper="arXiv:1506.02438",
+        formula="A_t = delta_t + gamma lam A_{t+1},  delta_t = r_t + gamma V_{t+1} - V_t",
+        when="rewards along the way, or one rollout a prompt, and a critic to spare",
     ),
-    AdvEstimator("grpo", **_GRPO),
-    AdvEstimator("grpo_vectorized", **_GRPO),
+    _estimator("grpo", **_GRPO),
+    _estimator("grpo_vectorized", **_GRPO),
+    _estimator(
+        "grpo_passk",
+        "grpo:compute_grpo_passk_advantage",
+        needs="uid",
+        settings="norm_adv_by_std_in_grpo",
+        summary="only the best response of a group is rewarded, by its lead over the second",
+        paper="arXiv:2503.19595",
+        formula="A = (s_best - s_second) / (std_g s + 1e-6) for the best, 0 for the others",
+        when="what counts is that one of k attempts succeeds",
+    ),
+    _estimator("rloo", **_RLOO),
+    _estimator("rloo_vectorized", **_RLOO),
+    _estimator(
+        "opo",
+        "baselines:compute_opo_advantage",
+        needs="uid",
+        summary="outcome minus the mean of its group weighted by length",
+        paper="arXiv:2505.23585",
+        formula="A = s - sum_g l s / sum_g l",
+        when="on-policy steps on responses of very different lengths",
+    ),
+    _estimator(
+        "remax",
+        "baselines:compute_remax_advantage",
+        needs="reward_baselines",
+        summary="reward to go minus the outcome of the prompt's greedy response",
+        paper="arXiv:2310.10505",
+        formula="A_t = R_t - s_greedy,  R_t = r_t + R_{t+1}",
+        when="few rollouts a prompt (one will do), at the price of one greedy rollout more",
+    ),
+    _estimator(
+        "gpg",
+        "baselines:compute_gpg_advantage",
+        needs="uid",
+        summary="outcome minus the mean of its group, scaled up where few outcomes of the batch are not 0",
+        paper="arXiv:2504.02546",
+        formula="A = (s - mean_g s) B / #{s != 0}",
+        when="with the gpg loss, on sparse 0/1 rewards",
+    ),
+    _estimator(
+        "reinforce_plus_plus",
+        "reinforce_plus_plus:compute_reinforce_plus_plus_advantage",
+        needs="",
+        settings="gamma",
+        summary="discounted reward to go, whitened over the batch",
+        paper="arXiv:2501.03262",
+        formula="A_t = whiten(R_t),  R_t = r_t + gamma R_{t+1}",
+        when="one rollout a prompt and no critic, or a KL in the reward that should count token by token",
+    ),
+    _estimator(
+        "reinforce_plus_plus_baseline",
+        "reinforce_plus_plus:compute_reinforce_plus_plus_baseline_advantage",
+        needs="uid",
+        summary="outcome minus the mean of its group, whitened over the batch",
+        paper="arXiv:2501.03262",
+        formula="A = whiten(s - mean_g s)",
+        when="groups as in grpo, but one scale for all prompts",
+    ),
+    _estimator(
+        "gdpo",
+        "gdpo:compute_gdpo_advantage",
+        needs="uid",
+        uses="reward_components",
+        summary="each component of the reward normalised in its group, added, whitened over the batch",
+        paper="arXiv:2601.05242",
+        formula="A = whiten(sum_k (c_k - mean_g c_k) / (std_g c_k + 1e-6))",
+        when="several rewards on different scales (`algorithm.gdpo_reward_keys`)",
+    ),
+    _estimator(
+        "optimal_token_baseline",
+        "optimal_token_baseline:compute_optimal_token_baseline_advantage",
+        summary="reward to go minus a baseline for each token, weighted by the gradient gathered so far",
+        when="long responses, where one baseline for all tokens leaves much variance",
+        **_ENERGY,
+    ),
+    _estimator(
+        "tir_optimal_token_baseline",
+        "optimal_token_baseline:compute_tir_optimal_token_baseline_advantage",
+        summary="optimal_token_baseline with positions counted in policy tokens, over tool answers of any length",
+        when="the same with tools",
+        **_ENERGY,
+    ),
 )
 
 POLICY_LOSSES: dict[str, PolicyLoss] = _table(

@@ -105,10 +105,10 @@ def _algorithm_rows(config: PPOConfig) -> Iterator[Row]:
     yield "algorithm.kl_ctrl.", not algorithm.use_kl_in_reward, "use_kl_in_reward is false"
     for name in ("horizon", "target_kl"):
         yield f"algorithm.kl_ctrl.{name}", algorithm.kl_ctrl.type == "fixed", "kl_ctrl.type is fixed"
-    grpo = algorithm.adv_estimator in ("grpo", "grpo_vectorized")
-    for name in ("gamma", "lam"):
-        yield f"algorithm.{name}", grpo, "grpo gives all tokens of a response one advantage"
-    yield "algorithm.norm_adv_by_std_in_grpo", algorithm.adv_estimator == "gae", "adv_estimator is gae"
+    estimator = names.find_adv_estimator(algorithm.adv_estimator)
+    for name in ("gamma", "lam", "norm_adv_by_std_in_grpo"):
+        unread = estimator.settings is not None and name not in estimator.settings
+        yield f"algorithm.{name}", unread, f"adv_estimator {estimator.name} does not read it"
     actor = config.actor_rollout_ref.actor
     both_set = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield f"{_ACTOR}.clip_ratio", both_set, "clip_ratio_low and clip_ratio_high are set"

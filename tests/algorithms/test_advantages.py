@@ -1,32 +1,21 @@
 from __future__ import annotations
 
-import warnings
+import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ppo_lib.algorithms import names
 from ppo_lib.algorithms.advantages.discount import discounted_sum_to_go
 from ppo_lib.algorithms.registry import get_adv_estimator_fn
-from ppo_lib.errors import BatchMismatchError
+from ppo_lib.errors import BatchMismatchError, FieldMissingError
 
 NAN = float("nan")
-ESTIMATORS = sorted(names.ADV_ESTIMATORS)
-GROUPED = sorted(name for name, row in names.ADV_ESTIMATORS.items() if row.compares_rollouts)
-quick = settings(max_examples=40, deadline=None)
 
 
 def estimate(name, rewards, mask, index=None, **keywords):
     index = np.zeros(len(rewards), dtype=object) if index is None else index
-    values = keywords.pop("values", torch.zeros(rewards.shape))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "every prompt has one rollout")
-        return get_adv_estimator_fn(name)(
-            token_level_rewards=rewards, response_mask=mask, index=index, values=values, **keywords
-        )
+    return get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=mask, index=index, **keywords)
 
 
 def column(*scores):
@@ -128,46 +117,170 @@ def test_discounted_sum_equals_the_recurrence(width, decay):
     torch.testing.assert_close(discounted_sum_to_go(x, decay).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-# ---------------------------------------------------------------- one rule for each edge
+# ---------------------------------------------------------------- the others, worked by hand
+
+# Two prompts: lengths 1, 2, 3 with outcomes 1, 0, 0 and lengths 2, 1, 2 with outcomes 3, 1, 3.
+MASK = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 0]])
+REWARDS = torch.tensor([[1.0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 2, 0], [1, 0, 0], [0, 3, 0]])
+UIDS = np.array(["x", "x", "x", "y", "y", "y"], dtype=object)
 
 
-@pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.parametrize("by_std", [True, False])
-def test_a_group_of_one_has_advantage_zero(name, by_std):
-    rewards, mask = column(1.0, 3.0, 5.0)
-    advantages, _ = estimate(name, rewards, mask, index=["alone", "x", "x"], norm_adv_by_std_in_grpo=by_std)
-    assert advantages[0].item() == 0
-    assert advantages[1].item() < 0 < advantages[2].item()
+def of_rows(name, **keywords):
+    """The advantage of each row on its tokens, where all tokens of a row have one."""
+    advantages, _ = estimate(name, REWARDS, MASK, UIDS, **keywords)
+    for row, mask in zip(advantages, MASK.bool(), strict=True):
+        assert len(set(row[mask].tolist())) == 1
+        assert row[~mask].abs().sum() == 0
+    return advantages[:, 0].tolist()
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_one_rollout_for_every_prompt_is_warned_about(name):
-    rewards, mask = column(1.0, 0.0)
-    with pytest.warns(UserWarning, match="every prompt has one rollout"):
-        get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=mask, index=["a", "b"])
+@pytest.mark.parametrize("name", ["rloo", "rloo_vectorized"])
+def test_rloo_by_hand(name):
+    assert of_rows(name) == pytest.approx([1 - 0, 0 - 1 / 2, 0 - 1 / 2, 3 - 2, 1 - 3, 3 - 2])
 
 
-@pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.parametrize("count", [2, 3, 7, 16])
-@pytest.mark.parametrize("score", [0.0, 1.0, 0.1, -1 / 3, 1e4 + 0.3])
-def test_a_group_of_equal_scores_has_advantage_exactly_zero(name, count, score):
-    advantages, _ = estimate(name, *column(*[score] * count))
-    assert advantages.abs().max().item() == 0
+def test_opo_by_hand():
+    first, second = (1 * 1) / 6, (2 * 3 + 1 * 1 + 2 * 3) / 5  # weighted by length
+    assert of_rows("opo") == pytest.approx([1 - first, -first, -first, 3 - second, 1 - second, 3 - second])
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_equal_scores_and_a_perfect_critic_leave_nothing_to_learn(name):
-    rewards = torch.tensor([[0.0, 0.1], [0.0, 0.1]])
-    advantages, _ = estimate(name, rewards, torch.ones(2, 2), values=torch.full((2, 2), 0.1))
-    assert advantages.abs().max().item() == 0
+def test_gpg_by_hand():
+    alpha = 6 / 4  # four of six outcomes are not 0
+    expected = [alpha * x for x in (2 / 3, -1 / 3, -1 / 3, 2 / 3, -4 / 3, 2 / 3)]
+    assert of_rows("gpg") == pytest.approx(expected)
 
 
-def test_a_reward_on_a_tool_token_or_in_the_padding_is_not_read():
-    mask = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 0]])
-    clean = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    dirty = torch.where(mask.bool(), clean, 5.0)
-    for name in ESTIMATORS:
-        torch.testing.assert_close(estimate(name, dirty, mask), estimate(name, clean, mask))
+def test_grpo_passk_by_hand():
+    std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
+    assert of_rows("grpo_passk") == pytest.approx([1 / std, 0, 0, 0, 0, 0], abs=1e-4)  # the winners of y are two
+    assert of_rows("grpo_passk", norm_adv_by_std_in_grpo=False) == [1, 0, 0, 0, 0, 0]
+
+
+def test_grpo_passk_leads_over_the_runner_up():
+    advantages, _ = estimate("grpo_passk", *column(2, 7, 4.5), norm_adv_by_std_in_grpo=False)
+    assert advantages[:, 0].tolist() == [0, 2.5, 0]
+
+
+def test_remax_by_hand():
+    baselines = torch.tensor([0.5, 0.5, 0.5, 2, 2, 2])
+    advantages, returns = estimate("remax", REWARDS, MASK, reward_baselines=baselines)
+    to_go = torch.tensor([[1.0, 0, 0], [0, 0, 0], [0, 0, 0], [3, 2, 0], [1, 0, 0], [3, 3, 0]])
+    assert returns.tolist() == to_go.tolist()
+    assert advantages.tolist() == ((to_go - baselines[:, None]) * MASK).tolist()
+
+
+def test_reinforce_plus_plus_by_hand():
+    rewards, mask = torch.tensor([[0.0, 4.0, NAN], [1.0, 0.0, 2.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    advantages, returns = estimate("reinforce_plus_plus", rewards, mask, gamma=0.5)
+    assert returns.tolist() == [[2, 4, 0], [1.5, 1, 2]]
+    deviation = math.sqrt((0.01 + 3.61 + 0.36 + 1.21 + 0.01) / 4)  # about their mean 2.1
+    expected = torch.tensor([[-0.1, 1.9, 0], [-0.6, -1.1, -0.1]]) / deviation
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
+
+
+def test_reinforce_plus_plus_carries_returns_over_a_tool_span():
+    rewards, mask = torch.tensor([[0.0, NAN, NAN, 0.0, 8.0]]), torch.tensor([[1, 0, 0, 1, 1]])
+    _, returns = estimate("reinforce_plus_plus", rewards, mask, gamma=0.5)
+    assert returns.tolist() == [[2, 0, 0, 4, 8]]
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    centred = [2 / 3, -1 / 3, -1 / 3, 2 / 3, -4 / 3, 2 / 3]
+    tokens = [c for c, length in zip(centred, (1, 2, 3, 2, 1, 2)) for _ in range(length)]
+    mean = sum(tokens) / 11
+    deviation = math.sqrt(sum((c - mean) ** 2 for c in tokens) / 10)
+    expected = [(c - mean) / deviation for c in centred]
+    assert of_rows("reinforce_plus_plus_baseline") == pytest.approx(expected, abs=1e-5)
+
+
+def test_gdpo_keeps_apart_what_a_sum_of_rewards_would_merge():
+    # the totals of the first two rows are equal, but each component normalised on its own tells them apart:
+    # (1, 0, 0) gives 2, -1, -1 over sqrt(3), and (0, 10, 0) the same the other way round
+    components = torch.tensor([[10.0, 0.0], [0.0, 10.0], [0.0, 0.0], [0.0, 5.0]])
+    rewards, mask = components.sum(dim=1, keepdim=True), torch.ones(4, 1)
+    advantages, _ = estimate("gdpo", rewards, mask, index=["x", "x", "x", "y"], reward_components=components)
+    total = torch.tensor([2 - 1, -1 + 2, -1 - 1, 0]) / math.sqrt(3)  # row 3 is alone and counts with 0
+    deviation = math.sqrt((total - total.mean()).square().sum() / 3)
+    expected = (total - total.mean()) / deviation
+    assert advantages[:3, 0].tolist() == pytest.approx(expected[:3].tolist(), abs=1e-5)
+    assert advantages[3].item() == 0
+
+
+def test_optimal_token_baseline_by_hand():
+    # one token that the policy was sure of (w = 1 - 2 + 1 = 0), others with w = 1 - 2/2 + 1/2 = 1/2 or 1 - 0 + 1 = 2
+    probabilities = torch.tensor([[0.5, 0.5, 0.5], [1.0, 0.5, 1.0], [1e-30, 1.0, NAN]])
+    squares = torch.tensor([[0.5, 0.5, 0.5], [1.0, 0.5, 1.0], [1.0, 1.0, NAN]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0]])
+    rewards = torch.tensor([[0.0, 0.0, 4.0], [1.0, 0.0, 9.0], [0.0, 2.0, 9.0]])
+    advantages, returns = estimate(
+        "optimal_token_baseline", rewards, mask, old_log_probs=probabilities.log(), sum_pi_squared=squares
+    )
+    assert returns.tolist() == [[4, 4, 4], [1, 0, 0], [2, 2, 0]]
+    first = (0.5 * 4 + 0 * 1 + 2 * 2) / 2.5
+    second = (1 * 4 + 0.5 * 0 + 2 * 2) / 3.5
+    expected = torch.tensor([[4 - first, 4 - second, 4 - 0], [1 - first, 0 - second, 0], [2 - first, 2 - second, 0]])
+    torch.testing.assert_close(advantages, expected, atol=1e-6, rtol=0)  # behind the last sibling there is no baseline
+
+
+def test_optimal_token_baseline_squares_importance_weights():
+    rewards, mask = column(3.0, 0.0)
+    half = {"old_log_probs": torch.full((2, 1), 0.5).log(), "sum_pi_squared": torch.full((2, 1), 0.5)}
+    weights = torch.tensor([[2.0], [1.0]])
+    advantages, _ = estimate("optimal_token_baseline", rewards, mask, **half, rollout_is_weights=weights)
+    baseline = (4 * 3 + 1 * 0) / 5
+    assert advantages[:, 0].tolist() == pytest.approx([3 - baseline, -baseline])
+
+
+def test_tir_optimal_token_baseline_lines_policy_tokens_up_over_tool_answers():
+    with_tool = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]])
+    without = torch.tensor([[1, 1], [1, 1]])
+    probabilities = torch.tensor([[0.5, NAN, NAN, 0.2], [0.3, 0.6, NAN, NAN]])
+    packed = torch.tensor([[0.5, 0.2], [0.3, 0.6]])
+    results = estimate(
+        "tir_optimal_token_baseline",
+        torch.tensor([[0, 7, 7, 1.0], [0, 0, 7, 7]]),
+        with_tool,
+        old_log_probs=probabilities.log(),
+        sum_pi_squared=probabilities,
+    )
+    expected = estimate(
+        "optimal_token_baseline",
+        torch.tensor([[0, 1.0], [0, 0]]),
+        without,
+        old_log_probs=packed.log(),
+        sum_pi_squared=packed,
+    )
+    for result, packed_result in zip(results, expected, strict=True):
+        torch.testing.assert_close(result[with_tool.bool()], packed_result.view(-1))
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "keywords"),
+    [
+        ("grpo_passk", "grpo_passk", {}),
+        ("rloo", "rloo", {}),
+        ("opo", "opo", {}),
+        ("gpg", "gpg", {}),
+        ("reinforce_plus_plus g=.9", "reinforce_plus_plus", {"gamma": 0.9}),
+        ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}),
+        ("remax", "remax", {"reward_baselines": torch.tensor([0.5, 0.5, 0.5, 1, 1, 1])}),
+        ("gdpo(fallback)", "gdpo", {}),
+        (
+            "optimal_token_baseline",
+            "optimal_token_baseline",
+            {"old_log_probs": torch.full((6, 4), 0.5).log(), "sum_pi_squared": torch.full((6, 4), 0.5)},
+        ),
+    ],
+)
+def test_golden(golden, case, name, keywords):
+    inputs = golden["inputs"]
+    mask = torch.tensor(inputs["mask"])
+    rewards, uids = torch.tensor(inputs["token_level_rewards"]), np.array(inputs["uid"], dtype=object)
+    for result, expected in zip(estimate(name, rewards, mask, uids, **keywords), ("advantages", "returns")):
+        torch.testing.assert_close(result, torch.tensor(golden[case][expected]) * mask, atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------- what is refused
 
 
 def test_shapes_that_differ_are_refused():
@@ -175,84 +288,14 @@ def test_shapes_that_differ_are_refused():
         estimate("gae", torch.zeros(2, 4), torch.ones(2, 4), values=torch.zeros(2, 3))
     with pytest.raises(BatchMismatchError, match="index has 3 entries for 2 rows"):
         estimate("grpo", torch.zeros(2, 4), torch.ones(2, 4), index=["a", "b", "c"])
+    with pytest.raises(BatchMismatchError, match="one entry for each of 2 rows"):
+        estimate("remax", torch.zeros(2, 4), torch.ones(2, 4), reward_baselines=torch.zeros(3))
+    with pytest.raises(BatchMismatchError, match="components"):
+        estimate("gdpo", torch.zeros(2, 4), torch.ones(2, 4), reward_components=torch.zeros(3, 2))
 
 
-# ---------------------------------------------------------------- properties of every estimator
-
-
-@st.composite
-def batches(draw):
-    """Rewards, a mask with holes, empty rows too, uids and values."""
-    rows, width = draw(st.integers(1, 8)), draw(st.integers(1, 9))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    mask = torch.rand(rows, width, generator=generator) < draw(st.sampled_from([0.2, 0.6, 1.0]))
-    rewards = torch.randn(rows, width, generator=generator)
-    if draw(st.booleans()):
-        rewards = rewards.round()  # so that ties are common
-    values = torch.randn(rows, width, generator=generator)
-    uids = np.array([f"prompt {i}" for i in torch.randint(0, 3, (rows,), generator=generator).tolist()], dtype=object)
-    return {"rewards": rewards, "mask": mask, "index": uids, "values": values, "gamma": 0.9, "lam": 0.7}
-
-
-def close(results, others):
-    for result, other in zip(results, others, strict=True):
-        torch.testing.assert_close(result, other, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-class TestEveryEstimator:
-    @quick
-    @given(batch=batches(), seed=st.integers(0, 2**31))
-    def test_permuting_rows_permutes_advantages(self, name, batch, seed):
-        order = torch.randperm(len(batch["mask"]), generator=torch.Generator().manual_seed(seed))
-        permuted = {
-            k: v[order.numpy() if k == "index" else order] if k not in ("gamma", "lam") else v for k, v in batch.items()
-        }
-        close(estimate(name, **permuted), [result[order] for result in estimate(name, **batch)])
-
-    @quick
-    @given(batch=batches(), left=st.integers(0, 3), right=st.integers(0, 70))
-    def test_extra_padding_changes_nothing(self, name, batch, left, right):
-        width = batch["mask"].shape[1]
-        padded = dict(batch)
-        for key, fill in (("rewards", NAN), ("values", NAN), ("mask", False)):
-            padded[key] = torch.nn.functional.pad(batch[key], (left, right), value=fill)
-        results = estimate(name, **padded)
-        close([result[:, left : left + width] for result in results], estimate(name, **batch))
-        assert all(result[:, left + width :].abs().sum() == 0 for result in results)
-
-    @quick
-    @given(batch=batches())
-    def test_the_mask_may_be_bool_int_or_float_and_what_it_hides_is_not_read(self, name, batch):
-        expected = estimate(name, **batch)
-        for dtype in (torch.int64, torch.int32, torch.float32):
-            close(estimate(name, **batch | {"mask": batch["mask"].to(dtype)}), expected)
-        hidden = {k: torch.where(batch["mask"], batch[k], NAN) for k in ("rewards", "values")}
-        close(estimate(name, **batch | hidden), expected)
-
-    @quick
-    @given(batch=batches())
-    def test_finite_float32_in_and_out_and_zero_off_the_mask(self, name, batch):
-        for result in estimate(name, **batch):
-            assert result.dtype == torch.float32
-            assert result.shape == batch["mask"].shape
-            assert bool(result.isfinite().all())
-            assert result[~batch["mask"]].abs().sum() == 0
-
-    @quick
-    @given(batch=batches(), data=st.data())
-    def test_a_row_without_policy_tokens_is_as_if_it_were_not_there(self, name, batch, data):
-        row = data.draw(st.integers(0, len(batch["mask"]) - 1))
-        mask = batch["mask"].clone()
-        mask[row] = False
-        others = torch.arange(len(mask)) != row
-        results = estimate(name, **batch | {"mask": mask})
-        without = {
-            k: v if k in ("gamma", "lam") else v[others.numpy() if k == "index" else others] for k, v in batch.items()
-        }
-        assert all(result[row].abs().sum() == 0 for result in results)
-        close([result[others] for result in results], estimate(name, **without))
-
-    def test_no_rows_give_no_rows(self, name):
-        for result in estimate(name, torch.zeros(0, 4), torch.zeros(0, 4), index=[]):
-            assert result.shape == (0, 4)
+def test_a_field_that_is_missing_is_named():
+    with pytest.raises(FieldMissingError, match="'remax' needs reward_baselines"):
+        estimate("remax", torch.zeros(2, 4), torch.ones(2, 4))
+    with pytest.raises(FieldMissingError, match="needs old_log_probs, sum_pi_squared"):
+        estimate("optimal_token_baseline", torch.zeros(2, 4), torch.ones(2, 4))

@@ -111,7 +111,7 @@ def test_an_override_below_a_value_says_so():
         ("- trainer\n", "expected sections such as"),
         ("data:\n  seed: 1\n  shufle: true\n", "unknown key data.shufle ({file}:3); did you mean data.shuffle?"),
         ("data:\n  seed: one\n", "data.seed: expected an integer, got 'one' ({file}:2)"),
-        ("data:\n  seed: 1\nalgorithm:\n  adv_estimator: grop\n", "known are gae, grpo, grpo_vectorized"),
+        ("data:\n  seed: 1\nalgorithm:\n  adv_estimator: grop\n", "known are gae, gdpo, gpg, grpo"),
         ("datas:\n  seed: 1\n", "unknown key datas ({file}:1); did you mean data?"),
     ],
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.advantages.discount import discounted_sum_to_go
+from ppo_lib.algorithms.advantages.discount import PolicyTokens, discounted_sum_to_go
 from ppo_lib.algorithms.masked import check_same_shape, masked_whiten
 
 
@@ -38,33 +37,10 @@ def compute_gae_advantage_return(
         Advantages, whitened, and returns, both (B, R) float32. For rows without a policy token see `advantages`.
     """
     check_same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
-    kept = response_mask.bool()
-    column = _column_among_policy_tokens(kept)
-    deltas, values = _pack(token_level_rewards.float(), kept, column), _pack(values.float(), kept, column)
+    tokens = PolicyTokens(response_mask)
+    deltas, values = tokens.pack(token_level_rewards.float()), tokens.pack(values.float())
     deltas[:, :-1] += gamma * values[:, 1:]
     deltas -= values
     advantages = discounted_sum_to_go(deltas, gamma * lam)
     returns = advantages + values
-    return masked_whiten(_unpack(advantages, kept, column), kept), _unpack(returns, kept, column)
-
-
-def _column_among_policy_tokens(kept: Tensor) -> Tensor | None:
-    """The column each kept token moves to when the holes are closed, (B, R) int64; None where there are no holes."""
-    if not bool((kept[:, 1:] & ~kept[:, :-1]).any()):
-        return None
-    return kept.cumsum(dim=1) - 1
-
-
-def _pack(x: Tensor, kept: Tensor, column: Tensor | None) -> Tensor:
-    """A new tensor with the kept entries of each row at its left, in order, and 0 after them."""
-    x = torch.where(kept, x, 0)
-    if column is None:
-        return x
-    return torch.zeros_like(x).scatter_add(1, column.clamp(min=0), x)  # what is not kept adds its 0 to a neighbour
-
-
-def _unpack(packed: Tensor, kept: Tensor, column: Tensor | None) -> Tensor:
-    """The inverse: entries back in their columns, 0 elsewhere."""
-    if column is None:
-        return packed
-    return torch.where(kept, packed.gather(1, column.clamp(min=0)), 0)
+    return masked_whiten(tokens.unpack(advantages), tokens.kept), tokens.unpack(returns)

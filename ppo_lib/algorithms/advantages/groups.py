@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,50 +12,84 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.masked import masked_sum
+from ppo_lib.algorithms.masked import check_same_shape, masked_sum
 from ppo_lib.errors import BatchMismatchError
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Scores of rows and the groups they are compared in; all (B,), scores in float64.
+    """Outcomes of rows and the groups they are compared in; all (B,), outcomes in float64.
 
-    In float64 the sum of equal float32 scores is exact, so a group of equal scores has deviation exactly 0.
+    In float64 the sum of equal float32 outcomes is exact, so a group of equal outcomes has deviation exactly 0.
     """
 
     scores: Tensor
     group: Tensor  # int64, numbered by first appearance
-    counted: Tensor  # bool, rows with at least one policy token; the others are in no statistic
+    lengths: Tensor  # int64, policy tokens; rows with none are in no statistic
 
     @classmethod
     def of(cls, token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Any]) -> Groups:
         """Sum the rewards (B, R) of each row over its policy tokens, and group rows by `index` (B,), any hashables."""
+        check_same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
         keys = index.tolist() if isinstance(index, (np.ndarray, Tensor)) else list(index)
         if len(keys) != len(response_mask):
             raise BatchMismatchError(f"index has {len(keys)} entries for {len(response_mask)} rows")
         numbers: dict[Any, int] = {}
         group = [numbers.setdefault(key, len(numbers)) for key in keys]
-        groups = cls(
-            scores=masked_sum(token_level_rewards, response_mask, dim=1).double(),
-            group=torch.tensor(group, dtype=torch.int64, device=response_mask.device),
-            counted=response_mask.bool().any(dim=1),
-        )
         if len(keys) > 0 and len(numbers) == len(keys):
             warnings.warn("every prompt has one rollout: there is nothing to compare, advantages are 0", stacklevel=3)
-        return groups
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` (B,) over the counted rows of each row's group, (B,)."""
-        kept = torch.where(self.counted, values, 0)
-        totals = kept.new_zeros(len(values)).index_add(0, self.group, kept)
-        return totals[self.group]
+        kept = response_mask.bool()
+        return cls(
+            scores=masked_sum(token_level_rewards, kept, dim=1).double(),
+            group=torch.tensor(group, dtype=torch.int64, device=kept.device),
+            lengths=kept.count_nonzero(dim=1),
+        )
 
     @property
+    def counted(self) -> Tensor:
+        """Which rows have a policy token, (B,) bool."""
+        return self.lengths > 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` (B, ...) over the counted rows of each row's group, (B, ...)."""
+        kept = torch.where(_like(self.counted, values), values, 0)
+        return torch.zeros_like(kept).index_add_(0, self.group, kept)[self.group]
+
+    def max(self, values: Tensor) -> Tensor:
+        """The largest of `values` (B,) over the counted rows of each row's group, (B,); -inf where there is none."""
+        kept = torch.where(self.counted, values, -torch.inf)
+        return torch.full_like(kept, -torch.inf).scatter_reduce_(0, self.group, kept, "amax")[self.group]
+
+    @functools.cached_property
     def size(self) -> Tensor:
         """How many rows of each row's group are counted, (B,) float64."""
         return self.sum(torch.ones_like(self.scores))
 
-    def to_tokens(self, advantage: Tensor, response_mask: Tensor) -> Tensor:
-        """Give each policy token its row's advantage (B,) -> (B, R) float32; 0 in groups of one and off the mask."""
-        comparable = torch.where(self.counted & (self.size > 1), advantage, 0).float()
-        return torch.where(response_mask.bool(), comparable[:, None], 0)
+    def centred(self, values: Tensor) -> Tensor:
+        """`values` (B, ...) minus the mean over each row's group; exactly 0 where a group's values are all equal."""
+        return values - self.sum(values) / _like(self.size, values).clamp(min=1)
+
+    def std(self, centred: Tensor) -> Tensor:
+        """The unbiased standard deviation of `centred` values (B, ...) over each row's group; 0 in groups of one."""
+        return (self.sum(centred.square()) / (_like(self.size, centred) - 1).clamp(min=1)).sqrt()
+
+    def tell_apart(self, centred: Tensor) -> Tensor:
+        """Which rows have siblings to be compared with and outcomes that differ, (B,) bool.
+
+        Args:
+            centred: (B,) or (B, K), the outcomes minus the mean of their group.
+        """
+        differing = self.sum(centred.abs()) > 0
+        if differing.dim() > 1:
+            differing = differing.any(dim=1)
+        return self.counted & (self.size > 1) & differing
+
+
+def to_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
+    """Give each policy token its row's advantage, (B,) -> (B, R) float32; 0 off the mask."""
+    return torch.where(response_mask.bool(), advantage.float()[:, None], 0)
+
+
+def _like(per_row: Tensor, values: Tensor) -> Tensor:
+    """`per_row` (B,) with as many trailing dimensions of 1 as `values` has."""
+    return per_row.view(-1, *[1] * (values.dim() - 1))

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_lib.algorithms import names
 from ppo_lib.config.arithmetic import uses_token_cap
-from ppo_lib.config.needs import need_critic, need_reference_policy
+from ppo_lib.config.needs import need_critic, need_reference_policy, uses_lora
 from ppo_lib.config.references import fields_of
 from ppo_lib.config.tree import Path, copy, dotted
 
 if TYPE_CHECKING:
     from ppo_lib.config.actor import ActorConfig
     from ppo_lib.config.critic import CriticConfig
+    from ppo_lib.config.model import NetworkConfig
     from ppo_lib.config.ppo import PPOConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -76,12 +77,22 @@ def _value(config: PPOConfig, path: Path) -> Any:
 def _rows(config: PPOConfig) -> Iterator[Row]:
     yield "critic.", not need_critic(config), "this advantage estimator needs no critic"
     yield f"{_REF}.", not need_reference_policy(config), "without a KL no reference is kept"
+    adapted = uses_lora(config.actor_rollout_ref.model)
+    yield f"{_REF}.fsdp_config.", adapted, "with LoRA the reference is the policy without its adapter"
+    yield from _lora_rows("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    yield from _lora_rows("critic.model", config.critic.model)
     yield from _rollout_rows(config)
     yield from _algorithm_rows(config)
     yield from _update_rows(_ACTOR, config.actor_rollout_ref.actor)
     yield from _update_rows("critic", config.critic)
     yield from _forward_rows(config)
     yield from _run_rows(config)
+
+
+def _lora_rows(name: str, model: NetworkConfig) -> Iterator[Row]:
+    for key in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
+        yield f"{name}.{key}", model.lora_adapter_path is not None, "the adapter at lora_adapter_path has its own"
+        yield f"{name}.{key}", not uses_lora(model), "LoRA is off: lora_rank is 0"
 
 
 def _rollout_rows(config: PPOConfig) -> Iterator[Row]:

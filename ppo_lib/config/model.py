@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, OpenDict, follow
+from ppo_lib.config.base import ConfigModel, OpenDict, Positive, follow
 
 _DEFAULT_PATH = "~/models/deepseek-llm-7b-chat"
 _Path = Annotated[str, Field(min_length=1)]
@@ -27,6 +27,16 @@ class NetworkConfig(ConfigModel):
     """Values set on the model's own configuration before it is built."""
     enable_gradient_checkpointing: bool = True
     """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Train a low-rank adapter (LoRA, through peft) of this rank in place of the weights; 0 trains the weights."""
+    lora_alpha: Positive = 16
+    """The adapter's output is scaled by this over the rank."""
+    target_modules: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Layers that get an adapter: `all-linear` (heads excepted), a list of names, or a regular expression."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Layers that get none, as a list of names or a regular expression."""
+    lora_adapter_path: _Path | None = None
+    """An adapter in peft's format to go on from; rank, alpha and layers are then those of its adapter_config.json."""
 
 
 class ModelConfig(NetworkConfig):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ppo_lib.algorithms import names
 
 if TYPE_CHECKING:
+    from ppo_lib.config.model import NetworkConfig
     from ppo_lib.config.ppo import PPOConfig
 
 
@@ -39,6 +40,11 @@ def need_old_log_probs(config: PPOConfig) -> bool:
         or names.is_reference(estimator)
         or "old_log_probs" in names.find_adv_estimator(estimator).needs
     )
+
+
+def uses_lora(model: NetworkConfig) -> bool:
+    """Whether a low-rank adapter is trained in place of the network's own weights."""
+    return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
 def worker_count(configured: int | None) -> int:

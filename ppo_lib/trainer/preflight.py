@@ -58,6 +58,8 @@ def check_files(config: PPOConfig, *, check_train_data: bool = True, check_val_d
     _check_reward(config)
     for key, path in _model_paths(config).items():
         _check_model(key, path)
+    for key, path in _adapter_paths(config).items():
+        _check_adapter(key, path)
     _check_output_folder(config.trainer.default_local_dir)
 
 
@@ -97,6 +99,22 @@ def _model_paths(config: PPOConfig) -> dict[str, str]:
         paths["critic.model.path"] = config.critic.model.path
         paths["critic.model.hf_config_path"] = config.critic.model.hf_config_path
     return {key: path for key, path in paths.items() if path}
+
+
+def _adapter_paths(config: PPOConfig) -> dict[str, str]:
+    paths = {"actor_rollout_ref.model.lora_adapter_path": config.actor_rollout_ref.model.lora_adapter_path}
+    if need_critic(config):
+        paths["critic.model.lora_adapter_path"] = config.critic.model.lora_adapter_path
+    return {key: path for key, path in paths.items() if path}
+
+
+def _check_adapter(key: str, path: str) -> None:
+    from ppo_lib.workers.lora import adapter_config
+
+    try:
+        adapter_config(Path(path).expanduser())
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from None
 
 
 def _check_model(key: str, path: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from ppo_lib.config.needs import uses_lora
 from ppo_lib.errors import ConfigError
 from ppo_lib.models.dtypes import computed_dtype
 from ppo_lib.single_controller import Dispatch, Worker, register
@@ -18,6 +19,7 @@ from ppo_lib.workers.checkpoint import load_checkpoint, save_checkpoint
 from ppo_lib.workers.distributed import build_mesh, ensure_process_group
 from ppo_lib.workers.fsdp_engine import FSDPEngine
 from ppo_lib.workers.loading import build_engine, load_policy
+from ppo_lib.workers.lora import adapter_off, is_adapter
 from ppo_lib.workers.losses import policy_loss
 from ppo_lib.workers.metrics import gpu_memory_metrics
 from ppo_lib.workers.packing import MicroBatching, PackedRows
@@ -54,7 +56,9 @@ class ActorRolloutRefWorker(Worker):
             fsdp = self.config.actor.fsdp_config
             self.actor = self._build(fsdp, device, self.config.actor.optim)
             self._loss_fn = policy_loss(self.config.actor)
-        if self.role in _REF_ROLES:
+        if self.role in _ACTOR_ROLES and self.role in _REF_ROLES and uses_lora(self.config.model):
+            self.ref = self.actor  # without its adapter the policy is the reference: no second model
+        elif self.role in _REF_ROLES:
             self.ref = self._build(self.config.ref.fsdp_config, device, None)
 
     def _build(self, fsdp: Any, device: torch.device, optim: Any) -> TrainingWorker:
@@ -80,7 +84,8 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict:
         """`log_probs` (B, r_i) float32 of the responses under the reference."""
-        return self.ref.infer_batch(data, _forward(data, with_entropy=False), self._log_prob_size(self.config.ref))
+        with adapter_off(self.ref.engine.module):
+            return self.ref.infer_batch(data, _forward(data, with_entropy=False), self._log_prob_size(self.config.ref))
 
     @staticmethod
     def _log_prob_size(section: Any) -> MicroBatching:
@@ -140,6 +145,7 @@ class ActorRolloutRefWorker(Worker):
         engine = self.actor.engine
         dtype = computed_dtype(self.config.rollout.dtype, engine.device)
         tensors = [*engine.named_parameters(), *engine.named_persistent_buffers()]
+        tensors = [(name, tensor) for name, tensor in tensors if not is_adapter(name)]
         return [
             (name, tuple(t.shape), str(dtype if t.is_floating_point() else t.dtype).removeprefix("torch."))
             for name, t in tensors

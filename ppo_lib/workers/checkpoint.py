@@ -1,6 +1,7 @@
 """Saving and loading one model's training state, on any number of ranks.
 
     huggingface/     weights in the stored type and config; the driver, which has it, adds the tokenizer
+    adapter/         with LoRA, in peft's format: the adapter alone (the weights above have it merged in)
     optimizer/       moments, in the same form
     rng-RANK.safetensors, state.json
 
@@ -11,7 +12,7 @@ model's own files; ranks take turns at writing files and read only their rows, s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from ppo_lib.errors import CheckpointCorruptError, CheckpointError
 from ppo_lib.workers.fsdp_engine import FSDPEngine, full_tensor, local_tensor
+from ppo_lib.workers.lora import ADAPTER_WEIGHTS, is_adapter, peft_name, refuse_other_adapter, save_adapter_config
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 FORMAT = 1
 MAX_FILE_BYTES = 4 << 30
-WEIGHTS, OPTIMIZER = "huggingface/model", "optimizer/optimizer"
+WEIGHTS, OPTIMIZER, ADAPTER = "huggingface/model", "optimizer/optimizer", "adapter"
 
 
 def save_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str], global_step: int) -> None:
@@ -50,9 +52,12 @@ def save_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str], g
         if parts & {"model", "hf_model"}:
             if first:
                 _save_config(engine, folder / "huggingface")
-            _save_tensors(folder / WEIGHTS, list(_weights(engine)))
+            _save_tensors(folder / WEIGHTS, list(_weights(engine)), engine.whole)
+            if engine.adapted:
+                _save_adapter(engine, folder / ADAPTER)
         if "optimizer" in parts and engine.optimizer is not None:
-            _save_tensors(folder / OPTIMIZER, list(_optimizer_tensors(engine, engine.optimizer)))
+            states = list(_optimizer_tensors(engine, engine.optimizer))
+            _save_tensors(folder / OPTIMIZER, states, lambda _, state: full_tensor(state))
     if "extra" in parts:
         save_file(_rng_states(), folder / f"rng-{dist.get_rank()}.safetensors")
     if first:
@@ -61,6 +66,7 @@ def save_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str], g
             "global_step": global_step,
             "optimizer_steps": engine.optimizer_steps,
             "contents": sorted(parts),
+            "lora": bool(engine.adapted),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
     dist.barrier()
@@ -81,13 +87,15 @@ def load_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str]) -
             f"{folder} holds {', '.join(sorted(held))}, not {', '.join(sorted(parts - held))}; "
             "set checkpoint.load_contents to what is there"
         )
+    if state.get("lora", False) != bool(engine.adapted):
+        then, now = ("without", "with") if engine.adapted else ("with", "without")
+        raise CheckpointError(
+            f"{folder} was saved {then} LoRA and this run is {now} it: set model.lora_rank as it was, or start anew "
+            f"from {folder / 'huggingface'} (model.path), which holds the whole model"
+        )
     with engine.resident(optimizer="optimizer" in parts), torch.no_grad():
         if "model" in parts:
-            reader = _Reader(folder / WEIGHTS)
-            weights = dict(_weights(engine))
-            reader.refuse_others(weights)
-            for name, tensor in weights.items():
-                reader.copy_into(tensor, name)
+            _load_model(engine, folder)
         if "optimizer" in parts and engine.optimizer is not None:
             _load_optimizer(engine, engine.optimizer, _Reader(folder / OPTIMIZER))
     if "extra" in parts:
@@ -101,8 +109,40 @@ def load_checkpoint(engine: FSDPEngine, folder: Path, contents: Iterable[str]) -
 
 
 def _weights(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from engine.named_parameters()
+    yield from ((name, parameter) for name, parameter in engine.named_parameters() if not is_adapter(name))
     yield from engine.named_persistent_buffers()
+
+
+def _trained(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """What changes beside a frozen base: the adapter, and a value head."""
+    return {name: parameter for name, parameter in engine.named_parameters() if parameter.requires_grad}
+
+
+def _save_adapter(engine: FSDPEngine, folder: Path) -> None:
+    trained = _trained(engine)
+    whole = {peft_name(name): full_tensor(parameter.detach()) for name, parameter in trained.items()}
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in whole.items()}, folder / ADAPTER_WEIGHTS)
+        heads = {name.rpartition(".")[0] for name in trained if not is_adapter(name)}
+        save_adapter_config(engine.module.model, folder, heads)
+
+
+def _load_model(engine: FSDPEngine, folder: Path) -> None:
+    reader, weights = _Reader(folder / WEIGHTS), dict(_weights(engine))
+    reader.refuse_others(weights)
+    if not engine.adapted:
+        for name, tensor in weights.items():
+            reader.copy_into(tensor, name)
+        return
+    refuse_other_adapter(engine.module.model, folder / ADAPTER)
+    trained = _trained(engine)
+    for name in weights.keys() - engine.adapted.keys() - trained.keys():
+        reader.refuse_change(weights[name], name)  # the base itself is not read back: it has not changed
+    reader = _Reader((folder / ADAPTER / ADAPTER_WEIGHTS).with_suffix(""))
+    reader.refuse_others(map(peft_name, trained))
+    for name, tensor in trained.items():
+        reader.copy_into(tensor, peft_name(name))
 
 
 def _optimizer_tensors(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,8 +193,13 @@ def _load_optimizer(engine: FSDPEngine, optimizer: torch.optim.Optimizer, reader
 # ----------------------------------------------------------------------------------------------- tensors and files
 
 
-def _save_tensors(stem: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Write whole tensors into numbered files with an index, file j by rank j modulo the number of ranks."""
+def _save_tensors(
+    stem: Path, tensors: list[tuple[str, torch.Tensor]], gather: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Write whole tensors into numbered files with an index, file j by rank j modulo the number of ranks.
+
+    `gather(name, tensor)` gives the whole of a sharded one, on every rank.
+    """
     files = _divide([(name, tensor.numel() * tensor.element_size()) for name, tensor in tensors], dist.get_world_size())
     by_name = dict(tensors)
     weight_map: dict[str, str] = {}
@@ -164,7 +209,7 @@ def _save_tensors(stem: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
         mine = j % dist.get_world_size() == dist.get_rank()
         held = {}
         for name in names:
-            whole = full_tensor(by_name[name].detach())  # on every rank: gathering is a collective
+            whole = gather(name, by_name[name])  # on every rank: gathering is a collective
             if mine:
                 held[name] = whole.cpu().contiguous()
             weight_map[name] = file.name
@@ -235,6 +280,16 @@ class _Reader:
             return
         start, stop = _own_rows(tensor)
         own.copy_(self._slice(name)[start:stop])
+
+    def refuse_change(self, tensor: torch.Tensor, name: str) -> None:
+        """Raise if what is stored is not what this rank holds."""
+        own = local_tensor(tensor)
+        start, stop = _own_rows(tensor)
+        if self.shape(name) != tuple(tensor.shape) or not torch.equal(own.cpu(), self._slice(name)[start:stop]):
+            raise CheckpointError(
+                f"{self._folder} was trained from another base model than this run's: {name!r} differs; "
+                "resume with the model.path it was saved with"
+            )
 
     def _slice(self, name: str) -> Any:
         return self._handle(name).get_slice(name)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ppo_lib.workers.lora import adapted_layers, file_name, is_adapter, merge
 from ppo_lib.workers.optim import LearningRate, build_optimizer
 from ppo_lib.workers.precision import Precision
 
@@ -116,6 +117,8 @@ class FSDPEngine:
         self.module, self.config, self.device, self.mesh, self.precision = module, config, device, mesh, precision
         # With mixed precision FSDP2 keeps the gradients in a type and a place of its own.
         self._alone = mesh.size() == 1 and precision.param_dtype is None
+        self.adapted = {f"{name}.weight": layer for name, layer in adapted_layers(cast(Any, module).model).items()}
+        """Name in the model's files -> layer whose weight a LoRA adapter changes; empty without one."""
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizer_steps = 0
         """Optimizer steps attempted so far; the schedule's clock."""
@@ -265,9 +268,12 @@ class FSDPEngine:
     # --------------------------------------------------------------------------------------------- parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Sharded parameters under the names that the model's own files use; tied ones once."""
+        """Sharded parameters under the names that the model's own files use; tied ones once.
+
+        Those of an adapter are among them, see `lora.is_adapter`.
+        """
         for name, parameter in self.module.named_parameters():
-            yield name.removeprefix("model."), parameter
+            yield file_name(name.removeprefix("model.")), parameter
 
     def named_persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that belong to the model's files; most families have none."""
@@ -276,8 +282,20 @@ class FSDPEngine:
             if name in held:
                 yield name.removeprefix("model."), buffer
 
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of the tensor with this name, an adapter merged into it; a collective."""
+        whole = full_tensor(tensor.detach())
+        if name not in self.adapted:
+            return whole
+        layer = self.adapted[name]
+        (adapter,) = layer.scaling
+        a, b = (full_tensor(part[adapter].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+        return merge(whole, a, b, layer.scaling[adapter])
+
     def named_full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the model's files, whole, one at a time; a collective on each step.
+
+        An adapter is merged into the weights as they pass, so that no copy of the model comes into being.
 
         Args:
             dtype: cast floating-point tensors to it; None leaves them in the stored type.
@@ -287,7 +305,8 @@ class FSDPEngine:
         """
         with self.resident(), torch.no_grad():
             for name, parameter in self.named_parameters():
-                yield name, _cast(full_tensor(parameter.detach()), dtype)
+                if not is_adapter(name):
+                    yield name, _cast(self.whole(name, parameter), dtype)
             for name, buffer in self.named_persistent_buffers():
                 yield name, _cast(buffer.detach(), dtype)
 

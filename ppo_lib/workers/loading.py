@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ppo_lib.config.needs import uses_lora
 from ppo_lib.errors import ConfigError, ModelError
 from ppo_lib.models import resolve_model_path
 from ppo_lib.models.dtypes import parse_dtype
 from ppo_lib.workers.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from ppo_lib.workers.distributed import all_agree
 from ppo_lib.workers.fsdp_engine import FSDPEngine, local_tensor, shard_module
+from ppo_lib.workers.lora import attach_adapter
 from ppo_lib.workers.modules import PolicyModule, ValueModule
 from ppo_lib.workers.packing import PackedRows
 from ppo_lib.workers.precision import Precision
@@ -42,6 +44,8 @@ def build_engine(
 ) -> FSDPEngine:
     """Load a model on rank 0, hand each rank its shard, and put an engine around it.
 
+    With LoRA on, a model that is trained carries an adapter, and nothing but that (and a value head) is trained.
+
     The other ranks build the same modules without memory and receive one parameter at a time, so no process but rank 0
     ever holds the whole model.
 
@@ -58,17 +62,22 @@ def build_engine(
         ModelError: it cannot be read, or cannot be computed on packed rows.
     """
     _determinism(fsdp)
+    adapted = optim is not None and uses_lora(model)  # a frozen model is the base
     reads = dist.get_rank() == 0
     module, error = None, None
     try:
         if reads:
             module = load(model, fsdp, False)
             check_packing(module)
+            if adapted:
+                attach_adapter(module.model, model, getattr(module, "head", None), seed=fsdp.seed, empty=False)
     except Exception as caught:
         error = caught
     all_agree(error)
     if module is None:
         module = load(model, fsdp, True)
+        if adapted:
+            attach_adapter(module.model, model, getattr(module, "head", None), seed=fsdp.seed, empty=True)
     module.to(parse_dtype(fsdp.model_dtype))
     if model.enable_gradient_checkpointing and optim is not None:
         module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -162,8 +162,8 @@ def test_an_ignored_key_gets_one_line(override):
 @pytest.mark.parametrize(
     ("override", "harmless"),
     [
-        ("actor_rollout_ref.model.lora_rank=8", "0"),
-        ("actor_rollout_ref.model.lora.rank=8", "0"),
+        ("actor_rollout_ref.model.lora.type=canonical_lora", "lora"),
+        ("critic.model.lora.dropout=0.1", "0.0"),
         ("actor_rollout_ref.actor.strategy=megatron", "fsdp2"),
         ("critic.strategy=megatron", "fsdp"),
         ("actor_rollout_ref.rollout.mode=other", "async"),
@@ -215,7 +215,7 @@ def test_gen_batch_size_may_say_what_the_batch_size_says():
 
 def test_every_refused_key_is_listed():
     with pytest.raises(ConfigError) as caught:
-        load_config(overrides=["trainer.use_v1=true", "actor_rollout_ref.model.lora_rank=8"])
+        load_config(overrides=["trainer.use_v1=true", "actor_rollout_ref.model.lora.type=x"])
     assert len(str(caught.value).splitlines()) == 2
 
 

@@ -205,6 +205,19 @@ def test_old_log_probs_are_left_out_only_where_they_change_nothing():
             ["critic.optim.lr=1", "critic.ppo_epochs=2"],
             "critic.optim.lr, critic.ppo_epochs have no effect: this advantage estimator needs no critic",
         ),
+        (["actor_rollout_ref.model.lora_alpha=8"], "model.lora_alpha has no effect: LoRA is off: lora_rank is 0"),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_adapter_path=x"],
+            "model.lora_rank has no effect: the adapter at lora_adapter_path has its own",
+        ),
+        (
+            [
+                "actor_rollout_ref.model.lora_rank=8",
+                "actor_rollout_ref.ref.fsdp_config.dtype=float32",
+                f"{ACTOR}.use_kl_loss=true",
+            ],
+            "ref.fsdp_config.dtype has no effect: with LoRA the reference is the policy without its adapter",
+        ),
         (["actor_rollout_ref.ref.fsdp_config.dtype=float32"], "has no effect: without a KL no reference is kept"),
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef has no effect: use_kl_in_reward is false"),
         ([f"{ACTOR}.kl_loss_coef=0.1"], "kl_loss_coef has no effect: use_kl_loss is false"),

@@ -18,6 +18,15 @@ class CustomClassConfig(ConfigModel):
     """Name of the class in that file."""
 
 
+class SamplerConfig(ConfigModel):
+    """A class of your own that decides which training prompts come next, in place of `data.shuffle`."""
+
+    class_path: str | None = None
+    """Python file, or `pkg://module`, that defines the class; null draws as `data.shuffle` says."""
+    class_name: str | None = None
+    """Name of the class, made as `cls(data_source=dataset, data_config=data)`; `update(batch)` ends a step."""
+
+
 class DataConfig(ConfigModel):
     """Prompts for training and validation."""
 
@@ -46,7 +55,7 @@ class DataConfig(ConfigModel):
     seed: int = follow("${trainer.seed}", 42)
     """Seed of the order of `shuffle`, and of the rows that `train_max_samples` chooses."""
     dataloader_num_workers: Workers | None = None
-    """Processes that prepare prompts; 0 is the driver itself, null is min(8, cores)."""
+    """Processes that prepare prompts; 0 is the driver itself, null is min(8, cores), 0 for a `sampler` that learns."""
     validation_shuffle: bool = False
     """Shuffle the validation prompts too."""
     filter_overlong_prompts: bool = False
@@ -57,5 +66,7 @@ class DataConfig(ConfigModel):
     """What happens to a prompt longer than `max_prompt_length`: `error` stops the run, the others cut it there."""
     custom_cls: CustomClassConfig = CustomClassConfig()
     """A dataset class of your own in place of RLHFDataset."""
+    sampler: SamplerConfig = SamplerConfig()
+    """The order of training prompts."""
     apply_chat_template_kwargs: OpenDict = {}
     """Keyword arguments of the tokenizer's chat template, such as `enable_thinking`."""

@@ -158,6 +158,9 @@ def _forward_rows(config: PPOConfig) -> Iterator[Row]:
 
 def _run_rows(config: PPOConfig) -> Iterator[Row]:
     data, trainer, reward = config.data, config.trainer, config.reward
+    own_order = data.sampler.class_path is not None and data.train_max_samples < 0
+    yield "data.shuffle", own_order, "data.sampler gives the order"
+    yield "data.seed", own_order and not data.validation_shuffle, "data.sampler gives the order"
     yield "data.seed", not data.shuffle and not data.validation_shuffle, "nothing is shuffled"
     yield "data.filter_overlong_prompts_workers", not data.filter_overlong_prompts, "filter_overlong_prompts is false"
     yield "trainer.resume_from_path", trainer.resume_mode != "resume_path", "resume_mode is not resume_path"

@@ -198,6 +198,8 @@ def _run(config: PPOConfig) -> Iterator[str]:
         yield "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, a Python file"
     if bool(config.data.custom_cls.path) != bool(config.data.custom_cls.name):
         yield "data.custom_cls needs both path (a Python file) and name (a class in it)"
+    if bool(config.data.sampler.class_path) != bool(config.data.sampler.class_name):
+        yield "data.sampler needs both class_path (a Python file) and class_name (a class in it)"
 
 
 def _divisors(number: int) -> list[int]:

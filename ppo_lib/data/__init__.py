@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ppo_lib.data.dataloader import ResumableDataLoader
     from ppo_lib.data.dataset import RLHFDataset, create_rl_dataset, dataset_class
     from ppo_lib.data.gsm8k import prepare_gsm8k
+    from ppo_lib.data.sampler import create_sampler, sampler_class
     from ppo_lib.data.sources import open_data, open_rows
 
 _HOME = {
@@ -20,20 +21,24 @@ _HOME = {
     "ResumableDataLoader": "dataloader",
     "collate_fn": "collate",
     "create_rl_dataset": "dataset",
+    "create_sampler": "sampler",
     "dataset_class": "dataset",
     "open_data": "sources",
     "open_rows": "sources",
     "prepare_gsm8k": "gsm8k",
+    "sampler_class": "sampler",
 }
 __all__ = [
     "RLHFDataset",
     "ResumableDataLoader",
     "collate_fn",
     "create_rl_dataset",
+    "create_sampler",
     "dataset_class",
     "open_data",
     "open_rows",
     "prepare_gsm8k",
+    "sampler_class",
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,12 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ppo_lib.data.collate import collate_fn as default_collate_fn
 from ppo_lib.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 MAX_WORKERS = 8
+_SAME = (
+    ("rows_per_epoch", "number of rows"),
+    ("shuffle", "data.shuffle"),
+    ("seed", "data.seed"),
+    ("sampler_class", "sampler"),
+)
 
 
 class ResumableDataLoader:
@@ -33,14 +44,17 @@ class ResumableDataLoader:
         seed: of the permutations.
         drop_last: leave out a last batch that is not full.
         collate_fn: list of items to batch.
-        num_workers: processes that prepare items; 0 is this process, None is min(8, cores).
+        num_workers: processes that prepare items; 0 is this process, None is min(8, cores), or 0 for some samplers.
         sampler: gives the order in place of `shuffle` and `seed`. Its `set_epoch(epoch)` is called if it has one, and
             it must then give the same order for the same epoch; one with `state_dict` and `load_state_dict` is saved
             and restored instead, continues by itself, and is drawn from batch by batch, which needs `num_workers=0`.
-            Of any other (torch's `RandomSampler`, say) the order of the running epoch is drawn at once and saved.
+            One with `update(batch)` is told of every finished step by `update_sampler`, and is drawn from in the same
+            way; without `state_dict` a resumed run skips the rows it had seen. Of any other (torch's `RandomSampler`,
+            say) the order of the running epoch is drawn at once and saved.
 
     Raises:
-        DataError: the dataset is empty, or smaller than a batch with `drop_last`.
+        DataError: the dataset is empty, or smaller than a batch with `drop_last`; the sampler cannot be drawn from or
+            saved.
     """
 
     def __init__(
@@ -58,17 +72,21 @@ class ResumableDataLoader:
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.shuffle, self.seed, self.sampler = shuffle, seed, sampler
         self.collate_fn = collate_fn or default_collate_fn
-        self.num_workers = min(MAX_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
         self._epoch, self._rows_seen = 0, 0
         self._drawn_order: list[int] | None = None
         self.epoch_of_last_batch = 0
         """The epoch, counted from 0, that the batch handed out last belongs to."""
         self._sampler_keeps_place = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        if self._sampler_keeps_place and self.num_workers:
+        self._batch_by_batch = self._sampler_keeps_place or hasattr(sampler, "update")
+        workers = 0 if self._batch_by_batch else min(MAX_WORKERS, os.cpu_count() or 1)
+        self.num_workers = workers if num_workers is None else num_workers
+        if self._batch_by_batch and self.num_workers:
             raise DataError(
-                "a sampler that keeps its own state is drawn from batch by batch, which worker processes would run "
+                "a sampler that keeps a state or learns is drawn from batch by batch, which worker processes would run "
                 f"ahead of; set data.dataloader_num_workers=0 (it is {self.num_workers})."
             )
+        if self._sampler_keeps_place:
+            _check_can_be_saved(sampler)
         if len(dataset) == 0:
             raise DataError("the dataset is empty.")
         if len(self) == 0:
@@ -106,6 +124,11 @@ class ResumableDataLoader:
             self.epoch_of_last_batch = epoch
             yield batch
 
+    def update_sampler(self, batch: Any) -> None:
+        """Tell a sampler that learns, one with `update(batch)`, what came of the batch drawn last."""
+        if hasattr(self.sampler, "update"):
+            self.sampler.update(batch)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers (and the sampler's own state, if it keeps one): safe to write as JSON or with torch."""
         state: dict[str, Any] = {
@@ -114,6 +137,7 @@ class ResumableDataLoader:
             "rows_per_epoch": self._rows_per_epoch(),
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "sampler_class": None if self.sampler is None else type(self.sampler).__qualname__,
         }
         if self._sampler_keeps_place:
             state["sampler"] = self.sampler.state_dict()
@@ -127,14 +151,19 @@ class ResumableDataLoader:
         Raises `DataError`, and changes nothing, if the dataset has another size or the order another seed.
         """
         own = self.state_dict()
-        for key, what in (("rows_per_epoch", "number of rows"), ("shuffle", "data.shuffle"), ("seed", "data.seed")):
-            if state[key] != own[key]:
+        for key, what in _SAME:
+            if state.get(key) != own[key]:
                 raise DataError(
-                    f"cannot continue in the middle of the data: the {what} was {state[key]} when this state was saved "
-                    f"and is {own[key]} now, so the prompts would come in another order. Restore it, or start anew."
+                    f"cannot continue in the middle of the data: the {what} was {state.get(key)} when this state was "
+                    f"saved and is {own[key]} now, so other prompts would come. Restore it, or start anew."
                 )
         if self._sampler_keeps_place:
             self.sampler.load_state_dict(state["sampler"])
+        elif self._batch_by_batch:
+            logger.warning(
+                "the sampler %s has update() and no state_dict(): it goes on without what it had learned",
+                own["sampler_class"],
+            )
         self._move_to(state["epoch"], state["rows_seen"])
         self._drawn_order = state.get("drawn_order")
 
@@ -156,14 +185,22 @@ class ResumableDataLoader:
                 return iter(range(seen, len(self.dataset)))
             order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.dataset))
             return iter(order[seen:].tolist())
-        if self._sampler_keeps_place:
-            return iter(self.sampler)
-        if hasattr(self.sampler, "set_epoch"):
+        if hasattr(self.sampler, "set_epoch") and not self._sampler_keeps_place:
             self.sampler.set_epoch(epoch)
-            return islice(iter(self.sampler), seen, None)
+            return islice(self._drawn(), seen, None)
+        if self._batch_by_batch:
+            return self._drawn() if self._sampler_keeps_place else islice(self._drawn(), seen, None)
         if self._drawn_order is None:
-            self._drawn_order = [int(row) for row in self.sampler]
+            self._drawn_order = list(self._drawn())
         return iter(self._drawn_order[seen:])
+
+    def _drawn(self) -> Iterator[int]:
+        """The rows that the sampler gives, one by one; raises `DataError` for one that is not there."""
+        for row in self.sampler:
+            if not isinstance(row, (int, np.integer, Tensor)) or not 0 <= int(row) < len(self.dataset):
+                name = type(self.sampler).__qualname__
+                raise DataError(f"the sampler {name} gave {row!r}; expected a row from 0 to {len(self.dataset) - 1}.")
+            yield int(row)
 
 
 class _Batches:
@@ -209,6 +246,21 @@ class _Collate:
             return self.collate_fn(items)
         except Exception as error:
             return error
+
+
+def _check_can_be_saved(sampler: Any) -> None:
+    """Raise `DataError` if a resumed run could not read the sampler's state: only plain values and tensors are."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(sampler.state_dict(), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickle raises whatever the state's classes do
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"the state_dict() of the sampler {type(sampler).__qualname__} cannot be saved and read again: {said}; "
+            "it may hold numbers, texts, lists, dictionaries and tensors."
+        ) from error
 
 
 def _in_worker(_: int) -> None:

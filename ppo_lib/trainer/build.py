@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ppo_lib.config import PPOConfig, need_critic, need_reference_policy
-from ppo_lib.data import ResumableDataLoader, create_rl_dataset
+from ppo_lib.data import ResumableDataLoader, create_rl_dataset, create_sampler
 from ppo_lib.data import collate_fn as default_collate_fn
 from ppo_lib.errors import ConfigError
 from ppo_lib.single_controller import (
@@ -119,7 +119,7 @@ def create_dataloaders(
         shuffle=data.shuffle,
         seed=data.seed,
         drop_last=True,
-        sampler=train_sampler,
+        sampler=train_sampler or create_sampler(data, train_dataset),
         **shared,
     )
     val = ResumableDataLoader(

@@ -16,7 +16,7 @@ from ppo_lib.config import PPOConfig, need_critic
 from ppo_lib.config.arithmetic import world_size
 from ppo_lib.config.effects import engine_notices
 from ppo_lib.config.suggest import did_you_mean
-from ppo_lib.data import open_data
+from ppo_lib.data import open_data, sampler_class
 from ppo_lib.errors import ConfigError, DataError, ModelError
 from ppo_lib.load_object import load_object
 from ppo_lib.models.resolve import BUILTIN_PREFIX, check_model_path
@@ -65,6 +65,7 @@ def check_files(config: PPOConfig, *, check_train_data: bool = True, check_val_d
 
 def _check_data(config: PPOConfig, check_train: bool, check_val: bool) -> None:
     data = config.data
+    sampler_class(data)
     if data.custom_cls.path:
         load_object(
             data.custom_cls.path, data.custom_cls.name or "", "data.custom_cls"

@@ -338,6 +338,7 @@ class RayPPOTrainer(PPOStages):
             metrics.update({name: value for name, value in actor_metrics.items() if name not in metrics})
             yield done("update_actor")
 
+        self.train_dataloader.update_sampler(batch)
         if trainer.rollout_data_dir:
             self._dump_rollouts(batch, trainer.rollout_data_dir)
 

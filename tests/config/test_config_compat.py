@@ -187,7 +187,6 @@ def test_an_ignored_key_gets_one_line(override):
         ("trainer.default_hdfs_dir=hdfs://x", "null"),
         ("trainer.checkpoint_callback_class=x", "null"),
         ("data.gen_batch_size=512", "1024"),
-        ("data.sampler.class_path=x.py", "null"),
         ("defaults=[x]", "null"),
     ],
 )

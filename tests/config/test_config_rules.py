@@ -106,6 +106,7 @@ REFUSED = [
     ),
     ([f"{ROLLOUT}.response_length=11"], "rollout.response_length=11 differs from data.max_response_length=20"),
     (["reward.reward_manager.source=importlib"], "needs reward.reward_manager.module.path"),
+    (["data.sampler.class_name=C"], "data.sampler needs both class_path (a Python file) and class_name"),
     (["data.custom_cls.path=x.py"], "data.custom_cls needs both path (a Python file) and name"),
 ]
 
@@ -231,6 +232,10 @@ def test_old_log_probs_are_left_out_only_where_they_change_nothing():
         (
             [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.3", f"{ACTOR}.clip_ratio_high=0.4"],
             "actor.clip_ratio has no effect: clip_ratio_low and",
+        ),
+        (
+            ["data.sampler.class_path=x.py", "data.sampler.class_name=C", "data.shuffle=false"],
+            "data.shuffle has no effect: data.sampler gives the order",
         ),
         (["trainer.resume_from_path=x"], "trainer.resume_from_path has no effect: resume_mode is not resume_path"),
         ([f"{ROLLOUT}.n=1"], "rollout.n=1: grpo compares the rollouts of one prompt"),

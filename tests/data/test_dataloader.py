@@ -241,3 +241,83 @@ def test_a_plain_torch_sampler_resumes_in_the_order_it_had_drawn():
     assert [rows(batch) for batch in second] == rest
     assert sorted(flat(seen + rest)) == list(range(8))
     assert (second.epoch_of_last_batch, second.epoch) == (0, 1)
+
+
+class Learns:
+    """Draws the row that it was told last, again and again."""
+
+    def __init__(self, keeps=True):
+        self.row = 0
+        if keeps:
+            self.state_dict, self.load_state_dict = lambda: {"row": self.row}, lambda state: vars(self).update(state)
+
+    def __iter__(self):
+        for _ in range(6):
+            yield self.row
+
+    def __len__(self):
+        return 6
+
+    def update(self, batch):
+        self.row = max(batch["x"].tolist()) + 1
+
+
+def drawn_and_told(prompts, steps):
+    seen = []
+    for batch in prompts:
+        seen.append(rows(batch))
+        prompts.update_sampler(batch)
+        if len(seen) == steps:
+            break
+    return seen
+
+
+def test_a_sampler_that_learns_decides_each_batch_after_the_last_and_resumes_with_what_it_knew():
+    first = loader(batch_size=2, sampler=Learns())
+    assert drawn_and_told(first, 2) == [[0, 0], [1, 1]]
+    second = loader(batch_size=2, sampler=Learns())
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert drawn_and_told(second, 1) == [[2, 2]]
+
+
+def test_a_sampler_that_learns_and_saves_nothing_starts_anew_with_a_warning(caplog):
+    first = loader(batch_size=2, sampler=Learns(keeps=False))
+    assert drawn_and_told(first, 2) == [[0, 0], [1, 1]]
+    second = loader(batch_size=2, sampler=Learns(keeps=False))
+    second.load_state_dict(first.state_dict())
+    assert "Learns has update() and no state_dict()" in caplog.text
+    assert drawn_and_told(second, 3) == [[0, 0]]  # what is left of the epoch
+
+
+def test_a_sampler_that_must_draw_in_the_driver_does_unless_told_otherwise():
+    assert loader(batch_size=2, sampler=Learns(), num_workers=None).num_workers == 0
+    assert loader(batch_size=2, sampler=EpochSampler(), num_workers=None).num_workers > 0
+    with pytest.raises(DataError, match="dataloader_num_workers=0"):
+        loader(batch_size=2, sampler=Learns(keeps=False), num_workers=1)
+
+
+def test_another_sampler_cannot_continue():
+    state = loader(batch_size=2, sampler=EpochSampler()).state_dict()
+    with pytest.raises(DataError, match="the sampler was EpochSampler when this state was saved and is Learns now"):
+        loader(batch_size=2, sampler=Learns()).load_state_dict(state)
+    with pytest.raises(DataError, match="number of rows was 6"):
+        loader(batch_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("row", [10, -1, 1.5, "a"])
+def test_a_row_that_is_not_there_names_sampler_and_row(row):
+    class Wild(EpochSampler):
+        def __iter__(self):
+            return iter([0, row])
+
+    with pytest.raises(DataError, match=r"Wild gave .*; expected a row from 0 to 9"):
+        next(iter(loader(batch_size=2, sampler=Wild())))
+
+
+def test_a_sampler_whose_state_could_not_be_read_again_is_refused_at_once():
+    class Odd(KeepsItsPlace):
+        def state_dict(self):
+            return {"draw": lambda: 3}
+
+    with pytest.raises(DataError, match=r"the state_dict\(\) of the sampler .*Odd cannot be saved and read again"):
+        loader(batch_size=2, sampler=Odd())

@@ -137,7 +137,7 @@ class ResumableDataLoader:
             "rows_per_epoch": self._rows_per_epoch(),
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "sampler_class": None if self.sampler is None else type(self.sampler).__qualname__,
+            "sampler_class": self._sampler_class(),
         }
         if self._sampler_keeps_place:
             state["sampler"] = self.sampler.state_dict()
@@ -175,6 +175,9 @@ class ResumableDataLoader:
         if over:
             self._drawn_order = None
 
+    def _sampler_class(self) -> str | None:
+        return None if self.sampler is None else type(self.sampler).__qualname__
+
     def _rows_per_epoch(self) -> int:
         return len(self.sampler) if self.sampler is not None else len(self.dataset)
 
@@ -198,8 +201,8 @@ class ResumableDataLoader:
         """The rows that the sampler gives, one by one; raises `DataError` for one that is not there."""
         for row in self.sampler:
             if not isinstance(row, (int, np.integer, Tensor)) or not 0 <= int(row) < len(self.dataset):
-                name = type(self.sampler).__qualname__
-                raise DataError(f"the sampler {name} gave {row!r}; expected a row from 0 to {len(self.dataset) - 1}.")
+                last = len(self.dataset) - 1
+                raise DataError(f"the sampler {self._sampler_class()} gave {row!r}; expected a row from 0 to {last}.")
             yield int(row)
 
 

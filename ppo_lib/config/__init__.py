@@ -10,7 +10,16 @@ from ppo_lib.config.critic import CriticConfig
 from ppo_lib.config.data import DataConfig
 from ppo_lib.config.loader import as_config, load_config
 from ppo_lib.config.model import CriticModelConfig, ModelConfig
-from ppo_lib.config.needs import need_critic, need_old_log_probs, need_reference_policy, worker_count
+from ppo_lib.config.needs import (
+    corrects_rollouts,
+    estimator_reads,
+    need_critic,
+    need_old_log_probs,
+    need_reference_policy,
+    need_sum_pi_squared,
+    policy_loss_mode,
+    worker_count,
+)
 from ppo_lib.config.ppo import PPOConfig
 from ppo_lib.config.reward import RewardConfig
 from ppo_lib.config.rollout import RolloutConfig
@@ -41,10 +50,14 @@ __all__ = [
     "TrainerConfig",
     "UpdateArithmetic",
     "as_config",
+    "corrects_rollouts",
+    "estimator_reads",
     "load_config",
     "need_critic",
     "need_old_log_probs",
     "need_reference_policy",
+    "need_sum_pi_squared",
+    "policy_loss_mode",
     "step_arithmetic",
     "worker_count",
 ]

@@ -73,6 +73,8 @@ class ActorConfig(ConfigModel):
     """Divisor of `seq-mean-token-sum-norm`; null is `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    calculate_sum_pi_squared: bool = False
+    """Give `sum_pi_squared` to an advantage estimator of your own; those here that read it get it anyway."""
     calculate_entropy: bool = False
     """Report the entropy during the update even where its weight is 0."""
     use_kl_loss: bool = False

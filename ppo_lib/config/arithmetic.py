@@ -134,9 +134,15 @@ def step_arithmetic(config: PPOConfig, engine: str | None = None) -> StepArithme
         replicas=ranks // per_replica,
         actor=_update(config, config.actor_rollout_ref.actor),
         critic=_update(config, config.critic) if need_critic(config) else None,
-        old_log_probs="computed before the update" if need_old_log_probs(config) else "those of the update itself",
+        old_log_probs=_old_log_probs(config),
         reference=reference,
     )
+
+
+def _old_log_probs(config: PPOConfig) -> str:
+    if config.algorithm.rollout_correction.bypass_mode:
+        return "those of the rollout"
+    return "computed before the update" if need_old_log_probs(config) else "those of the update itself"
 
 
 def _update(config: PPOConfig, model: ActorConfig | CriticConfig) -> UpdateArithmetic:

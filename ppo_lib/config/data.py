@@ -48,6 +48,8 @@ class DataConfig(ConfigModel):
     """Response width R in tokens; the most a rollout may generate."""
     train_batch_size: Positive = 1024
     """Prompts per training step (P)."""
+    gen_batch_size: Positive = follow("${data.train_batch_size}", 1024)
+    """Prompts generated for at a time, where `algorithm.filter_groups` drops some; null follows `train_batch_size`."""
     val_batch_size: Positive | None = None
     """Prompts per validation batch; null takes all at once."""
     shuffle: bool = True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_lib.algorithms import names
 from ppo_lib.config.arithmetic import uses_token_cap
-from ppo_lib.config.needs import need_critic, need_reference_policy, uses_lora
+from ppo_lib.config.needs import estimator_reads, need_critic, need_reference_policy, policy_loss_mode, uses_lora
 from ppo_lib.config.references import fields_of
 from ppo_lib.config.tree import Path, copy, dotted
 
@@ -120,11 +120,29 @@ def _algorithm_rows(config: PPOConfig) -> Iterator[Row]:
     for name in ("gamma", "lam", "norm_adv_by_std_in_grpo"):
         unread = estimator.settings is not None and name not in estimator.settings
         yield f"algorithm.{name}", unread, f"adv_estimator {estimator.name} does not read it"
+    yield from _correction_rows(config)
+    yield "algorithm.filter_groups.", not algorithm.filter_groups.enable, "filter_groups.enable is false"
+    for name in ("gdpo_reward_keys", "gdpo_reward_weights"):
+        yield f"algorithm.{name}", not estimator_reads(config, "reward_components"), "only gdpo reads it"
     actor = config.actor_rollout_ref.actor
     both_set = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield f"{_ACTOR}.clip_ratio", both_set, "clip_ratio_low and clip_ratio_high are set"
     for name in ("kl_loss_coef", "kl_loss_type"):
         yield f"{_ACTOR}.{name}", not actor.use_kl_loss, "use_kl_loss is false"
+
+
+def _correction_rows(config: PPOConfig) -> Iterator[Row]:
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    weighted = correction.rollout_is is not None
+    loss = policy_loss_mode(config.actor_rollout_ref.actor, correction)
+    if correction.bypass_mode:
+        yield f"{key}.rollout_is", loss != "reinforce", f"in bypass mode the ratio of {loss} is the importance weight"
+        weighted = weighted and loss == "reinforce"
+    for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
+        yield f"{key}.{name}", not weighted, "no importance weights are taken"
+    yield f"{key}.rollout_rs_threshold", correction.rollout_rs is None, "rollout_rs is null"
+    yield f"{key}.loss_type", not correction.bypass_mode, "bypass_mode is false"
+    yield f"{key}.loss_type", loss != correction.loss_type, f"policy_loss.loss_mode is {loss}"
 
 
 def _update_rows(name: str, section: ActorConfig | CriticConfig) -> Iterator[Row]:

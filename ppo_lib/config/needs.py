@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from ppo_lib.algorithms import names
 
 if TYPE_CHECKING:
+    from ppo_lib.config.actor import ActorConfig
+    from ppo_lib.config.algorithm import RolloutCorrectionConfig
     from ppo_lib.config.model import NetworkConfig
     from ppo_lib.config.ppo import PPOConfig
 
@@ -24,19 +26,46 @@ def need_reference_policy(config: PPOConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def estimator_reads(config: PPOConfig, field: str) -> bool:
+    """Whether the advantage estimator needs this field of the envelope."""
+    return field in names.find_adv_estimator(config.algorithm.adv_estimator).needs
+
+
+def need_sum_pi_squared(config: PPOConfig) -> bool:
+    """Whether the pass over the old log-probs also measures `sum_pi_squared`."""
+    return config.actor_rollout_ref.actor.calculate_sum_pi_squared or estimator_reads(config, "sum_pi_squared")
+
+
+def corrects_rollouts(config: PPOConfig) -> bool:
+    """Whether rollouts are weighed or rejected by the trainer's own log-probs."""
+    correction = config.algorithm.rollout_correction
+    return not correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
+
+
+def policy_loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> str:
+    """The policy loss: `policy_loss.loss_mode`, or in bypass mode, where that is vanilla, `loss_type`."""
+    mode = actor.policy_loss.loss_mode
+    return correction.loss_type if correction.bypass_mode and mode == "vanilla" else mode
+
+
 def need_old_log_probs(config: PPOConfig) -> bool:
     """Whether the actor's log-probs are computed before the update.
 
     With `recompute_old_log_probs: auto` and exactly one optimizer step after each rollout, the actor that updates is
     the actor that would be measured, so the pass is left out, unless something else reads its result: the KL in the
-    reward, the advantage estimator, or (since nobody knows what that reads) an estimator of the user's own.
+    reward, rollout correction, the advantage estimator, or (since nobody knows what that reads) an estimator of the
+    user's own. In bypass mode the rollout's log-probs stand in for them.
     """
+    if config.algorithm.rollout_correction.bypass_mode:
+        return False
     actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
     one_step = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
     return (
         actor.recompute_old_log_probs == "always"
         or not one_step
         or config.algorithm.use_kl_in_reward
+        or corrects_rollouts(config)
+        or need_sum_pi_squared(config)
         or names.is_reference(estimator)
         or "old_log_probs" in names.find_adv_estimator(estimator).needs
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ppo_lib.algorithms import names
+from ppo_lib.config.algorithm_rules import algorithm_problems
 from ppo_lib.config.arithmetic import uses_token_cap, world_size
 from ppo_lib.config.needs import need_critic, need_reference_policy
 
@@ -32,6 +33,7 @@ def problems_of(config: PPOConfig) -> list[str]:
         *_sampling(config),
         *_stops(config),
         *_run(config),
+        *algorithm_problems(config),
     ]
     return list(dict.fromkeys(problems))  # actor and critic share some
 

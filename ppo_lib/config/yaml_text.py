@@ -29,10 +29,11 @@ def _resolve(kind: str, pattern: str, first: str) -> None:
 
 
 _resolve("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
-_resolve("int", r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$", "-+0123456789")
+# an underscore groups thousands (1_000) and nothing else: "0.5_2" is a pair of bounds, not 0.52
+_resolve("int", r"^[-+]?(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:_[0-9]{3})+|0x[0-9a-fA-F]+)$", "-+0123456789")
 _resolve(
     "float",
-    r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
+    r"^[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
     "-+.0123456789",
 )
 

@@ -175,9 +175,7 @@ def test_an_ignored_key_gets_one_line(override):
         ("actor_rollout_ref.hybrid_engine=False", "True"),
         ("actor_rollout_ref.actor.checkpoint.async_save=True", "False"),
         ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32", "null"),
-        ("algorithm.rollout_correction.rollout_is=token", "null"),
-        ("algorithm.rollout_correction.bypass_mode=True", "False"),
-        ("algorithm.filter_groups.enable=True", "False"),
+        ("algorithm.filter_groups.max_inflight_gen_batches=2", "1"),
         ("algorithm.use_pf_ppo=True", "False"),
         ("reward_model.enable=True", "False"),
         ("reward.reward_model.enable=True", "False"),
@@ -186,7 +184,6 @@ def test_an_ignored_key_gets_one_line(override):
         ("trainer.use_v1=True", "False"),
         ("trainer.default_hdfs_dir=hdfs://x", "null"),
         ("trainer.checkpoint_callback_class=x", "null"),
-        ("data.gen_batch_size=512", "1024"),
         ("defaults=[x]", "null"),
     ],
 )

@@ -17,6 +17,7 @@ __all__ = [
     "RewardError",
     "RolloutError",
     "StaleWeightsError",
+    "TooFewGroupsError",
     "WorkerDiedError",
     "WorkerTimeoutError",
 ]
@@ -48,6 +49,10 @@ class WorkerTimeoutError(PPOLibError, TimeoutError):
 
 class RolloutError(PPOLibError, RuntimeError):
     """A rollout engine could not serve a request."""
+
+
+class TooFewGroupsError(PPOLibError, RuntimeError):
+    """Group filtering found too few prompts whose rollouts differ."""
 
 
 class StaleWeightsError(RolloutError):

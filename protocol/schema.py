@@ -73,11 +73,16 @@ _TABLE = (
     _spec("is_padding", "B", "bool", "balance", "rows were added", "rows of zero weight, in no metric"),
     _spec("rollout_log_probs", "B R", "float32", "gen", "rollout.calculate_log_probs", "the engine's log-probs"),
     _spec("rm_scores", "B R", "float32", "gen reward", "scored in gen or by a reward model", "scores as they came"),
-    _spec("reward_baselines", "B", "float32", "reward", "remax", "score of the greedy response"),
+    _spec("reward_baselines", "B", "float32", "gen reward", "remax", "score of the greedy response"),
     _spec(
         "token_level_scores", "B R", "float32", "reward", "always", "raw score, on the last policy token", "required"
     ),
-    _spec("old_log_probs", "B R", "float32", "old_log_prob", "not in bypass mode", "log-probs before the update"),
+    _spec(
+        "old_log_probs", "B R", "float32", "old_log_prob", "not for one step on policy", "log-probs before the update"
+    ),
+    _spec(
+        "sum_pi_squared", "B R", "float32", "old_log_prob", "optimal token baseline", "sum over the vocabulary of p^2"
+    ),
     _spec("entropys", "B R", "float32", "old_log_prob", "until reduced to a metric", "entropy of each token"),
     _spec("ref_log_prob", "B R", "float32", "ref", "KL in reward or loss", "reference log-probs", "required"),
     _spec("values", "B R", "float32", "values", "the estimator needs a critic", "the critic's values", "required"),

@@ -18,6 +18,7 @@ from ppo_lib.config.needs import (
     need_reference_policy,
     need_sum_pi_squared,
     policy_loss_mode,
+    reads_field,
     worker_count,
 )
 from ppo_lib.config.ppo import PPOConfig
@@ -58,6 +59,7 @@ __all__ = [
     "need_reference_policy",
     "need_sum_pi_squared",
     "policy_loss_mode",
+    "reads_field",
     "step_arithmetic",
     "worker_count",
 ]

@@ -26,9 +26,15 @@ def need_reference_policy(config: PPOConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def reads_field(adv_estimator: str, field: str) -> bool:
+    """Whether an advantage estimator needs a field of the envelope, or takes it where it is there."""
+    row = names.find_adv_estimator(adv_estimator)
+    return field in row.needs | row.uses
+
+
 def estimator_reads(config: PPOConfig, field: str) -> bool:
-    """Whether the advantage estimator needs this field of the envelope."""
-    return field in names.find_adv_estimator(config.algorithm.adv_estimator).needs
+    """`reads_field` for the estimator of this run."""
+    return reads_field(config.algorithm.adv_estimator, field)
 
 
 def need_sum_pi_squared(config: PPOConfig) -> bool:

@@ -74,6 +74,7 @@ class ResumableDataLoader:
         self.collate_fn = collate_fn or default_collate_fn
         self._epoch, self._rows_seen = 0, 0
         self._drawn_order: list[int] | None = None
+        self._running: tuple[int, int, Iterator[Any]] | None = None  # epoch and row that the next batch of it has
         self.epoch_of_last_batch = 0
         """The epoch, counted from 0, that the batch handed out last belongs to."""
         self._sampler_keeps_place = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
@@ -106,8 +107,45 @@ class ResumableDataLoader:
         return self._epoch
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, seen = self._epoch, self._rows_seen
-        loader = DataLoader(
+        epoch = self._epoch
+        try:
+            while self._epoch == epoch and (batch := self._take()) is not None:
+                yield batch
+        finally:
+            self._running = None  # ends its worker processes
+
+    def next_batch(self) -> Any:
+        """The next batch, of the next epoch where this one is over.
+
+        May be called while the loader is iterated over: the iteration goes on behind it, and ends with its epoch.
+        Raises `DataError` if there is none, which only a sampler that yields too few rows can cause.
+        """
+        batch = self._take()
+        if batch is None:
+            raise DataError("an epoch of training data gave no batch: its sampler yields too few rows")
+        return batch
+
+    def _take(self) -> Any:
+        """The batch at the loader's place, which moves on; None where the order ends before its time."""
+        place = (self._epoch, self._rows_seen)
+        if self._running is None or self._running[:2] != place:
+            self._running = (*place, iter(self._loader(*place)))
+        epoch, seen, batches = self._running
+        batch = next(batches, None)
+        if isinstance(batch, Exception):
+            raise batch
+        if batch is None:
+            return None
+        self._running = (epoch, seen + self.batch_size, batches)
+        self._move_to(epoch, seen + self.batch_size)
+        if self._epoch != epoch:
+            self._running = None
+        self.epoch_of_last_batch = epoch
+        return batch
+
+    def _loader(self, epoch: int, seen: int) -> DataLoader:
+        """The batches of `epoch` from row `seen` on."""
+        return DataLoader(
             _Fetched(self.dataset),
             batch_sampler=_Batches(self._order(epoch, seen), self.batch_size, self.drop_last),
             collate_fn=_Collate(self.collate_fn),
@@ -116,13 +154,6 @@ class ResumableDataLoader:
             # torch seeds its workers from here; without it every epoch would draw from the global random state
             generator=torch.Generator().manual_seed(_mixed(self.seed, epoch)),
         )
-        for batch in loader:
-            if isinstance(batch, Exception):
-                raise batch
-            seen += self.batch_size
-            self._move_to(epoch, seen)
-            self.epoch_of_last_batch = epoch
-            yield batch
 
     def update_sampler(self, batch: Any) -> None:
         """Tell a sampler that learns, one with `update(batch)`, what came of the batch drawn last."""
@@ -164,6 +195,7 @@ class ResumableDataLoader:
                 "the sampler %s has update() and no state_dict(): it goes on without what it had learned",
                 own["sampler_class"],
             )
+        self._running = None
         self._move_to(state["epoch"], state["rows_seen"])
         self._drawn_order = state.get("drawn_order")
 

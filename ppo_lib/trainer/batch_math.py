@@ -17,20 +17,29 @@ from ppo_lib.algorithms import get_adv_estimator_fn
 from ppo_lib.algorithms.kl import AdaptiveKLController, FixedKLController
 from ppo_lib.algorithms.kl import kl_penalty as token_kl
 from ppo_lib.algorithms.masked import masked_mean
-from ppo_lib.config import need_critic, need_reference_policy
+from ppo_lib.algorithms.rollout_correction import correct_rollouts
+from ppo_lib.config import need_critic, need_reference_policy, reads_field
+from ppo_lib.trainer.groups import reward_column
 from protocol import DataProto
 from protocol.errors import FieldMissingError
 
 __all__ = [
     "apply_kl_penalty",
+    "apply_rollout_correction",
     "compute_advantage",
     "compute_response_mask",
     "extract_reward",
+    "mask_rejected",
     "mini_batch_of",
     "mini_batch_sizes",
     "need_critic",
     "need_reference_policy",
+    "rollout_log_probs_as_old",
 ]
+
+
+ESTIMATOR_FIELDS = ("values", "old_log_probs", "sum_pi_squared", "reward_baselines", "rollout_is_weights")
+"""(B, R) or (B,) tensors that an advantage estimator may take, where the batch has them."""
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -68,6 +77,47 @@ def apply_kl_penalty(
     return data, {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": beta}
 
 
+def rollout_log_probs_as_old(data: DataProto) -> DataProto:
+    """`old_log_probs` (B, R) that are the engine's own, 0 off the policy tokens."""
+    if "rollout_log_probs" not in data.tensor_keys():
+        raise FieldMissingError("bypass mode takes the rollout's log-probs, and the rollouts came back without any")
+    kept = data.batch["response_mask"].bool()
+    return DataProto.from_dict({"old_log_probs": torch.where(kept, data.batch["rollout_log_probs"], 0)})
+
+
+def apply_rollout_correction(data: DataProto, config: Any) -> tuple[DataProto, Tensor | None, dict[str, float]]:
+    """Write `rollout_is_weights` (B, R) as section `algorithm.rollout_correction` says; rows rejected whole leave.
+
+    Returns the envelope, what rejection leaves of `response_mask` (None where nothing is rejected), and the metrics.
+    A row of which some tokens are left keeps them all for now, so that its score, which stands on the last of them,
+    still counts in the advantages: see `mask_rejected`. Without the engine's log-probs nothing is done.
+
+    Raises:
+        FieldMissingError: a correction is asked for, and the rollouts came back without log-probs.
+    """
+    if "rollout_log_probs" not in data.tensor_keys():
+        if config.rollout_is is not None or config.rollout_rs is not None:
+            raise FieldMissingError("rollout correction needs rollout_log_probs, and the rollouts came back without")
+        return data, None, {}
+    batch = data.batch
+    result = correct_rollouts(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"], config)
+    if result.weights is not None:
+        batch["rollout_is_weights"] = result.weights
+    if config.rollout_rs is None:
+        return data, None, result.metrics
+    alive = result.response_mask.bool().any(dim=1, keepdim=True)
+    batch["response_mask"] = torch.where(alive, batch["response_mask"], 0)
+    return data, result.response_mask, result.metrics
+
+
+def mask_rejected(data: DataProto, left: Tensor) -> DataProto:
+    """Take rejected tokens out of `response_mask`, `advantages` and `returns`; `left` (B, R) is the new mask."""
+    for name in ("advantages", "returns"):
+        data.batch[name] = torch.where(left.bool(), data.batch[name], 0)
+    data.batch["response_mask"] = left
+    return data
+
+
 def compute_advantage(
     data: DataProto,
     adv_estimator: str,
@@ -81,8 +131,12 @@ def compute_advantage(
 
     `num_repeat` is accepted for existing callers; groups are read from `uid`, dropped rollouts or not.
     """
-    batch, optional = data.batch, ("values", "old_log_probs", "reward_baselines")
-    fields = {name: batch[name] for name in optional if name in data.tensor_keys()}
+    batch = data.batch
+    fields = {name: batch[name] for name in ESTIMATOR_FIELDS if name in data.tensor_keys()}
+    keys = getattr(config, "gdpo_reward_keys", ())
+    if keys and reads_field(adv_estimator, "reward_components"):
+        columns = [reward_column(data, key, "algorithm.gdpo_reward_keys") for key in keys]
+        fields["reward_components"] = torch.tensor(columns, dtype=torch.float32).T  # (B, K)
     advantages, returns = get_adv_estimator_fn(adv_estimator)(
         token_level_rewards=batch["token_level_rewards"],
         response_mask=batch["response_mask"],

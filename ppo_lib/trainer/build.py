@@ -72,6 +72,7 @@ def create_worker_groups(
         here = {role: cls for role, cls in roles.items() if role in WORKER_ROLES and pools.mapping[role] == name}
         if not here:
             continue
+        correction = {"rollout_correction": config.algorithm.rollout_correction}
         classes = {
             str(role): RayClassWithInitArgs(
                 cls=cls,
@@ -79,6 +80,7 @@ def create_worker_groups(
                 role=str(role),
                 device_name=device_name,
                 total_optimizer_steps=optimizer_steps.get(role, 0),
+                **({} if role is Role.Critic else correction),
             )
             for role, cls in here.items()
         }
@@ -115,7 +117,7 @@ def create_dataloaders(
     shared = {"collate_fn": collate_fn or default_collate_fn, "num_workers": data.dataloader_num_workers}
     train = ResumableDataLoader(
         train_dataset,
-        data.train_batch_size,
+        data.gen_batch_size,
         shuffle=data.shuffle,
         seed=data.seed,
         drop_last=True,

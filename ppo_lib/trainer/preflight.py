@@ -74,11 +74,12 @@ def _check_data(config: PPOConfig, check_train: bool, check_val: bool) -> None:
     if check_train:
         rows = len(open_data(data.train_files, data, is_train=True))
         used = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
-        if used < data.train_batch_size:
+        if used < data.gen_batch_size:
+            key = "data.train_batch_size" if data.gen_batch_size == data.train_batch_size else "data.gen_batch_size"
             limit = "" if used == rows else f" (data.train_max_samples={data.train_max_samples} of {rows})"
             raise DataError(
-                f"data.train_files has {used} rows{limit}, fewer than data.train_batch_size={data.train_batch_size};"
-                f" set data.train_batch_size to {used} or less, or add data"
+                f"data.train_files has {used} rows{limit}, fewer than {key}={data.gen_batch_size};"
+                f" set {key} to {used} or less, or add data"
             )
     if check_val:
         open_data(data.val_files, data, is_train=False)

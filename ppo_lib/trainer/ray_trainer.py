@@ -132,7 +132,8 @@ class RayPPOTrainer(PPOStages):
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
         self._check_before_workers(own_reward=reward_fn is not None, own_val_reward=bool(val_reward_fn or reward_fn))
 
-        self.use_old_log_probs = need_old_log_probs(self.config)
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        self.use_old_log_probs = bypass or need_old_log_probs(self.config)
         self.use_critic = need_critic(self.config)
         self.use_reference_policy = need_reference_policy(self.config)
         self.role_worker_mapping = role_worker_mapping or default_role_worker_mapping(self.config)
@@ -291,9 +292,12 @@ class RayPPOTrainer(PPOStages):
         yield done("dataloader")
 
         with running("gen", timing):
-            gen_batch = self._get_gen_batch(batch)
-            gen_output = self._generate(gen_batch)
-            batch = self._join_rollouts(batch, gen_output)
+            if self.config.algorithm.filter_groups.enable:
+                batch = self._generate_varied_groups(batch, metrics)
+            else:
+                gen_batch = self._get_gen_batch(batch)
+                gen_output = self._generate(gen_batch)
+                batch = self._join_rollouts(batch, gen_output)
         yield done("gen")
 
         with running("balance", timing):
@@ -322,8 +326,8 @@ class RayPPOTrainer(PPOStages):
             yield done("values")
 
         with running("adv", timing):
-            batch, kl_metrics = self._compute_advantage(batch)
-        metrics.update(kl_metrics)
+            batch, adv_metrics = self._compute_advantage(batch)
+        metrics.update(adv_metrics)
         yield done("adv")
 
         if self.use_critic:

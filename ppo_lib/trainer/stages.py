@@ -17,17 +17,22 @@ import torch
 from tensordict import TensorDict
 
 from ppo_lib.algorithms.aggregate import agg_loss, denominators_of
-from ppo_lib.config import PPOConfig, StepArithmetic
+from ppo_lib.config import PPOConfig, StepArithmetic, estimator_reads, need_sum_pi_squared
+from ppo_lib.errors import TooFewGroupsError
 from ppo_lib.trainer.balance import balanced_partitions, log_seqlen_unbalance
 from ppo_lib.trainer.batch_math import (
     apply_kl_penalty,
+    apply_rollout_correction,
     compute_advantage,
     compute_response_mask,
     extract_reward,
+    mask_rejected,
     mini_batch_of,
     mini_batch_sizes,
     rank_major_order,
+    rollout_log_probs_as_old,
 )
+from ppo_lib.trainer.groups import join_generated, take_baselines, varied_groups, with_greedy_rows
 from ppo_lib.trainer.rollout_diff import rollout_diff_metrics
 from protocol import DataProto
 from protocol import tensordict_utils as tu
@@ -47,11 +52,13 @@ class PPOStages:
     actor_rollout_wg: Any
     ref_policy_wg: Any
     critic_wg: Any
+    train_dataloader: Any
     async_rollout_manager: Any
     checkpoint_manager: Any
     reward_loop_manager: Any
     reward_fn: Callable[[DataProto], Any] | None
     kl_ctrl_in_reward: Any
+    use_old_log_probs: bool
     use_critic: bool
     use_reference_policy: bool
 
@@ -76,16 +83,60 @@ class PPOStages:
 
     def _generate(self, gen_batch: DataProto) -> DataProto:
         """n rollouts per prompt: P rows in, B = P*n rows out; the engines sleep when it returns."""
-        rollouts = gen_batch.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-        output = self.async_rollout_manager.generate_sequences(rollouts)
+        output = self._rollouts(gen_batch)
         self.checkpoint_manager.sleep_replicas()
         return output
 
+    def _rollouts(self, gen_batch: DataProto) -> DataProto:
+        """n rollouts per prompt, and one greedy one more where the estimator compares with it (`greedy`, (B,) bool)."""
+        rollouts = gen_batch.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
+        if estimator_reads(self.config, "reward_baselines"):
+            rollouts = with_greedy_rows(rollouts, gen_batch)
+        return self.async_rollout_manager.generate_sequences(rollouts)
+
     def _join_rollouts(self, batch: DataProto, gen_output: DataProto) -> DataProto:
-        """Each rollout joins its prompt's columns: `batch.repeat(n)` where all came back, right where some did not."""
+        """Each rollout joins its prompt's columns: `batch.repeat(n)` where all came back, right where some did not.
+
+        Greedy rollouts leave again: their scores become `reward_baselines` (B,) of the others.
+        """
         joined = batch[gen_output.batch["prompt_row"]].union(gen_output)
         if "response_mask" not in joined.tensor_keys():
             joined.batch["response_mask"] = compute_response_mask(joined)
+        return take_baselines(self._scored(joined)) if "greedy" in joined.tensor_keys() else joined
+
+    def _generate_varied_groups(self, batch: DataProto, metrics: dict[str, Any]) -> DataProto:
+        """Generate and score until `train_batch_size` prompts have rollouts that differ; those are the batch.
+
+        The first generation batch is `batch`, the next ones come from the dataloader; what is left of the last one is
+        not used, so nothing but the dataloader's place has to be kept for resuming.
+
+        Raises:
+            TooFewGroupsError: `max_num_gen_batches` were not enough.
+        """
+        settings, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        meta = batch.meta_info
+        parts: list[DataProto] = []
+        seen = found = 0
+        while found < wanted:
+            if parts:
+                if len(parts) == settings.max_num_gen_batches:
+                    raise TooFewGroupsError(
+                        f"{found} of {seen} prompts have rollouts that differ in {settings.metric!r}, and a step needs "
+                        f"{wanted}: raise algorithm.filter_groups.max_num_gen_batches={settings.max_num_gen_batches} "
+                        "(0 is no limit) or rollout.n, or choose prompts that the policy sometimes solves"
+                    )
+                more = self.train_dataloader.next_batch()
+                batch = self._load_batch(more, self.train_dataloader.epoch_of_last_batch, meta["global_steps"])
+            seen += len(batch)
+            scored = self._scored(self._join_rollouts(batch, self._rollouts(self._get_gen_batch(batch))))
+            parts.append(scored[varied_groups(scored, settings.metric)])
+            found += len(set(parts[-1].non_tensor_batch["uid"]))
+        self.checkpoint_manager.sleep_replicas()
+        metrics["train/num_gen_batches"] = len(parts)
+        metrics["train/constant_group_fraction"] = 1 - found / seen
+        metrics["train/unused_groups"] = found - wanted
+        joined = join_generated(parts, wanted)
+        joined.meta_info["epoch"] = meta["epoch"]
         return joined
 
     def _balance_batch(self, batch: DataProto, metrics: dict[str, Any]) -> DataProto:
@@ -123,11 +174,16 @@ class PPOStages:
             tensors={"rm_scores": scores}, non_tensors=extra, meta_info={"reward_extra_keys": list(extra)}
         )
 
+    def _scored(self, batch: DataProto) -> DataProto:
+        """The batch with `rm_scores`, whether generation wrote them or not."""
+        if "rm_scores" in batch.tensor_keys():
+            return batch
+        batch.meta_info.pop("reward_extra_keys", None)  # generation named none, since it scored nothing
+        return batch.union(self._compute_reward_colocate(batch))
+
     def _compute_reward(self, batch: DataProto) -> DataProto:
         """Write `token_level_scores` (B, R): the raw score on the last policy token; nothing on padding rows."""
-        if "rm_scores" not in batch.tensor_keys():
-            batch.meta_info.pop("reward_extra_keys", None)  # generation named none, since it scored nothing
-            batch = batch.union(self._compute_reward_colocate(batch))
+        batch = self._scored(batch)
         scores, _ = extract_reward(batch)
         batch.batch["token_level_scores"] = torch.where(batch.batch["is_padding"][:, None], 0.0, scores)
         return batch
@@ -135,10 +191,17 @@ class PPOStages:
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """`old_log_probs` (B, R) of the actor before its update, and the metrics that need this pass.
 
-        Metrics: `actor/entropy` and, where the engine gave its log-probs, `training/rollout_probs_diff_*`.
+        In bypass mode they are the rollout's, and there is no pass. Where the estimator asks for it, `sum_pi_squared`
+        (B, R) comes with them. Metrics: `actor/entropy` and, where the engine gave its log-probs,
+        `training/rollout_probs_diff_*`.
         """
-        output = self.actor_rollout_wg.compute_log_prob(self._worker_batch(batch, calculate_entropy=True))
-        padded = self._padded(output, batch, log_probs="old_log_probs", entropys="entropys")
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return rollout_log_probs_as_old(batch), {}
+        squared = need_sum_pi_squared(self.config)
+        td = self._worker_batch(batch, calculate_entropy=True, calculate_sum_pi_squared=squared)
+        names = {"log_probs": "old_log_probs", "entropys": "entropys"}
+        names |= {"sum_pi_squared": "sum_pi_squared"} if squared else {}
+        padded = self._padded(self.actor_rollout_wg.compute_log_prob(td), batch, **names)
         mask, actor = batch.batch["response_mask"], self.config.actor_rollout_ref.actor
         entropys = padded.pop(batch_keys=["entropys"]).batch["entropys"]
         whole = denominators_of(mask, actor.loss_scale_factor or self.config.data.max_response_length)
@@ -158,12 +221,18 @@ class PPOStages:
         return self._padded(self.critic_wg.compute_values(self._worker_batch(batch)), batch, values="values")
 
     def _compute_advantage(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Write `token_level_rewards`, `advantages`, `returns` on the driver; metrics of a KL in the reward."""
-        algorithm, metrics = self.config.algorithm, {}
+        """Write `token_level_rewards`, `advantages`, `returns` on the driver; metrics of KL and rollout correction.
+
+        What rollout correction rejects leaves `response_mask`, and with it every loss and its denominators.
+        """
+        algorithm, metrics, left = self.config.algorithm, {}, None
         if algorithm.use_kl_in_reward:
             batch, metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        if self.use_old_log_probs and not algorithm.rollout_correction.bypass_mode:
+            batch, left, correction_metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
+            metrics |= correction_metrics
         batch = compute_advantage(
             batch,
             algorithm.adv_estimator,
@@ -173,7 +242,7 @@ class PPOStages:
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             config=algorithm,
         )
-        return batch, metrics
+        return batch if left is None else mask_rejected(batch, left), metrics
 
     def _update_critic(self, batch: DataProto) -> dict[str, float]:
         """Fit the critic to `returns`; its metrics."""
@@ -184,7 +253,9 @@ class PPOStages:
         """Move the policy along the advantages; its metrics."""
         fields = ["advantages"]
         fields += [f for f in ("old_log_probs", "ref_log_prob", "rollout_is_weights") if f in batch.tensor_keys()]
-        td = self._worker_batch(batch, *fields)
+        # where no pass before the update measured the entropy, the update does
+        unmeasured = not self.use_old_log_probs or self.config.algorithm.rollout_correction.bypass_mode
+        td = self._worker_batch(batch, *fields, calculate_entropy=unmeasured)
         return self.actor_rollout_wg.update_actor(
             self._with_mini_batches(td, batch, self.config.actor_rollout_ref.actor)
         )

@@ -40,13 +40,21 @@ class ActorRolloutRefWorker(Worker):
         role: "actor", "actor_rollout", "ref" or "actor_rollout_ref".
         device_name: "cpu" or "cuda".
         total_optimizer_steps: of the whole run, for learning-rate schedules.
+        rollout_correction: section `algorithm.rollout_correction`, which chooses the loss in bypass mode; None is none.
     """
 
-    def __init__(self, config: Any, role: str, device_name: str = "cpu", total_optimizer_steps: int = 0) -> None:
+    def __init__(
+        self,
+        config: Any,
+        role: str,
+        device_name: str = "cpu",
+        total_optimizer_steps: int = 0,
+        rollout_correction: Any = None,
+    ) -> None:
         if role not in (*_ACTOR_ROLES, *_REF_ROLES):
             raise ConfigError(f"unknown role {role!r}; use one of {', '.join({*_ACTOR_ROLES, *_REF_ROLES})}")
         self.config, self.role, self.device_name = config, role, device_name
-        self.total_optimizer_steps = total_optimizer_steps
+        self.total_optimizer_steps, self.rollout_correction = total_optimizer_steps, rollout_correction
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -55,7 +63,7 @@ class ActorRolloutRefWorker(Worker):
         if self.role in _ACTOR_ROLES:
             fsdp = self.config.actor.fsdp_config
             self.actor = self._build(fsdp, device, self.config.actor.optim)
-            self._loss_fn = policy_loss(self.config.actor)
+            self._loss_fn = policy_loss(self.config.actor, self.rollout_correction)
         if self.role in _ACTOR_ROLES and self.role in _REF_ROLES and uses_lora(self.config.model):
             self.ref = self.actor  # without its adapter the policy is the reference: no second model
         elif self.role in _REF_ROLES:
@@ -102,13 +110,19 @@ class ActorRolloutRefWorker(Worker):
         """Take the optimizer steps of one batch; metrics under `actor/`.
 
         Columns besides those of `TrainingWorker.train`: `advantages`, and optionally `old_log_probs`, `ref_log_prob`,
-        `rollout_is_weights`. Without `old_log_probs` this is the only pass over the rows, and it measures the entropy.
+        `rollout_is_weights`. The entropy is measured where the loss needs it, the config or the batch's
+        `calculate_entropy` asks for it, or there are no `old_log_probs`, so that this is the only pass over the rows.
         """
         config = self.config.actor
         optional = [name for name in ("old_log_probs", "rollout_is_weights") if name in data.keys()]  # noqa: SIM118
         metrics = self.actor.train(
             data,
-            _forward(data, bool(config.entropy_coeff) or config.calculate_entropy or "old_log_probs" not in optional),
+            _forward(
+                data,
+                bool(config.entropy_coeff)
+                or config.calculate_entropy
+                or tu.get(data, "calculate_entropy", "old_log_probs" not in optional),
+            ),
             self._loss_fn,
             ["advantages", *optional, *(["ref_log_prob"] if config.use_kl_loss else [])],
             MicroBatching.from_sizes(

@@ -14,18 +14,24 @@ from ppo_lib.algorithms import (
     get_policy_loss_fn,
     kl_penalty,
 )
+from ppo_lib.config import policy_loss_mode
 from ppo_lib.workers.training_worker import LossFunction
 
 __all__ = ["policy_loss", "value_loss"]
 
 
-def policy_loss(actor: Any) -> LossFunction:
+def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference, as an `actor` section says.
+
+    `correction` is section `algorithm.rollout_correction`: in bypass mode it chooses the policy loss, and says how one
+    that weighs by importance does so.
 
     Columns: `advantages`, and where present `old_log_probs` (absent: the log-probabilities now, which is what they are
     when one step follows a rollout), `ref_log_prob` (needed with `use_kl_loss`), `rollout_is_weights`.
     """
-    policy_loss_fn = get_policy_loss_fn(actor.policy_loss.loss_mode)
+    policy_loss_fn = get_policy_loss_fn(
+        actor.policy_loss.loss_mode if correction is None else policy_loss_mode(actor, correction)
+    )
     mode = actor.loss_agg_mode
 
     def loss_fn(

@@ -29,8 +29,9 @@ def collate(
     Returns:
         Tensors `prompts` (B, L), `responses`, `response_mask` (B, R), `input_ids`, `attention_mask`, `position_ids`
         (B, L + R), `prompt_row`, `weight_version_min`, `weight_version_max` (B), all int64; `rollout_log_probs` (B, R)
-        float32 where the samples have them; `rm_scores` (B, R) float32 where they were scored. Object columns
-        `__num_turns__`, `finish_reason` and what the scorer reported. Meta_info `timing`, `reward_extra_keys`.
+        float32 where the samples have them; `greedy` (B) bool where the batch has it; `rm_scores` (B, R) float32 where
+        they were scored. Object columns `__num_turns__`, `finish_reason` and what the scorer reported.
+        Meta_info `timing`, `reward_extra_keys`.
 
     Raises:
         RolloutError: A sample is missing, or a response is longer than R or its parts differ in length.
@@ -56,6 +57,8 @@ def collate(
         "weight_version_min": torch.tensor([s.weight_version_min for s in samples]),
         "weight_version_max": torch.tensor([s.weight_version_max for s in samples]),
     }
+    if "greedy" in batch:
+        tensors["greedy"] = batch["greedy"]
     log_probs = [sample.log_probs for sample in samples]
     if all(row is not None for row in log_probs):
         tensors["rollout_log_probs"] = _rows(log_probs, response_length, torch.float32)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from ppo_lib.config import RolloutConfig
 from ppo_lib.errors import BatchMismatchError
@@ -52,8 +53,9 @@ def samples_of(
     """One sample per row, in order.
 
     Args:
-        gen_batch: `input_ids`, `attention_mask` (B, L) left-padded; `uid`; optionally `prompt_row`, `dataset_row` and
-            any object columns; meta_info `temperature`, `epoch`, `validate`.
+        gen_batch: `input_ids`, `attention_mask` (B, L) left-padded; `uid`; optionally `prompt_row`, `greedy` (B,) bool
+            (rows to decode greedily, however the others are sampled), `dataset_row` and any object columns; meta_info
+            `temperature`, `epoch`, `validate`.
         config: The section `rollout`.
         servers: Decides which replica serves which row.
         batch_name: Unique name of this batch.
@@ -70,6 +72,7 @@ def samples_of(
     rows = len(gen_batch)
     prompts = prompt_tokens(gen_batch)
     prompt_rows = prompt_rows_of(gen_batch)
+    greedy = tensors_of(gen_batch).get("greedy", torch.full((rows,), params.greedy)).tolist()
     replicas = [servers.replica_of(row, rows) for row in range(rows)]
     sizes = Counter(replicas)
     sessions: defaultdict[str, int] = defaultdict(int)
@@ -87,7 +90,7 @@ def samples_of(
                 session=session,
                 prompt_row=int(prompt_rows[row]),
                 prompt_ids=prompts[row],
-                params=replace(params, seed=seed),
+                params=replace(params, seed=seed, greedy=greedy[row]),
                 columns={name: column[row] for name, column in columns.items()},
                 replica=replicas[row],
                 cohort=Cohort(batch_name, sizes[replicas[row]]),

@@ -74,7 +74,7 @@ def reward_column(data: DataProto, name: str, asked_by: str) -> list[float]:
             f"{asked_by} names {name!r}, which the scorer does not report; it reports "
             f"{', '.join(reported) or 'nothing beside the score'}. Return it in the scorer's dict, or name another"
         )
-    padding = data.batch.get("is_padding", torch.zeros(len(data), dtype=torch.bool)).tolist()
+    padding = data.batch["is_padding"].tolist() if "is_padding" in data.tensor_keys() else [False] * len(data)
     values = []
     for row, (value, pads) in enumerate(zip(data.non_tensor_batch[name], padding)):
         if not pads and not isinstance(value, (bool, int, float, np.number, np.bool_)):

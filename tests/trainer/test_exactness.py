@@ -43,8 +43,8 @@ def varied(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 17 / 17
 
 
-def train(folder, *overrides, recorded=None, first=0):
-    trainer = tiny_trainer(folder, f"trainer.total_training_steps={STEPS}", *overrides, reward_fn=varied)
+def train(folder, *overrides, recorded=None, first=0, steps=STEPS):
+    trainer = tiny_trainer(folder, f"trainer.total_training_steps={steps}", *overrides, reward_fn=varied)
     try:
         trainer.init_workers()
         real = trainer.async_rollout_manager
@@ -58,8 +58,8 @@ def train(folder, *overrides, recorded=None, first=0):
     return learned, getattr(stand_in, "outputs", None)
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected) == STEPS
+def assert_same(found, expected, steps=STEPS):
+    assert len(found) == len(expected) == steps
     for step, (ours, theirs) in enumerate(zip(found, expected), 1):
         assert ours.keys() == theirs.keys()
         for name in theirs:

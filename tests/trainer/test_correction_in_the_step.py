@@ -1,0 +1,174 @@
+"""Rollout correction inside a step: which numbers it makes, and that ranks and micro-batches have no part in them."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from runs import GRPO, tiny_trainer
+from test_exactness import assert_same, train, varied
+
+CORRECTED = (
+    *GRPO,
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_is_batch_normalize=true",
+    "algorithm.rollout_correction.rollout_rs='token_k1,seq_mean_k3'",
+    "algorithm.rollout_correction.rollout_rs_threshold='1.5,0.05'",
+)
+
+
+def step(folder, *overrides, edit=None):
+    """One step; `edit(rollouts)` changes what the engine gave. The batch after each stage, and the metrics."""
+    trainer = tiny_trainer(folder, "trainer.total_training_steps=1", *overrides, reward_fn=varied)
+    try:
+        trainer.init_workers()
+        trainer.checkpoint_manager.update_weights(0)
+        real = trainer.async_rollout_manager.generate_sequences
+        if edit is not None:
+            trainer.async_rollout_manager.generate_sequences = lambda gen_batch: edited(real(gen_batch), edit)
+        stages = trainer.step_through(next(iter(trainer.train_dataloader)))
+        batches = {stage: (copy.deepcopy(batch), metrics) for stage, batch, metrics in stages}
+    finally:
+        trainer.close()
+    return {stage: batch for stage, (batch, _) in batches.items()}, batches["update_weights"][1]
+
+
+def edited(rollouts, edit):
+    edit(rollouts.batch)
+    return rollouts
+
+
+def shift(*changes):
+    """An engine whose log-prob of token (row, column) is off by so much."""
+
+    def edit(batch):
+        for row, column, by in changes:
+            if batch["response_mask"][row, column]:
+                batch["rollout_log_probs"][row, column] -= by
+
+    return edit
+
+
+def test_weights_are_those_of_the_actor_over_the_engine(tmp_path):
+    batches, metrics = step(
+        tmp_path,
+        *GRPO,
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=3",
+        edit=shift((0, 0, math.log(2)), (1, 0, math.log(9))),
+    )
+    batch = batches["adv"].batch
+    kept = batch["response_mask"].bool()
+    expected = kept.float()
+    expected[0, 0], expected[1, 0] = 2.0, 3.0
+    torch.testing.assert_close(batch["rollout_is_weights"], expected, atol=1e-3, rtol=0)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(9, rel=1e-3)
+    assert "rollout_corr/rollout_rs_masked_fraction" not in metrics
+
+
+def test_the_mismatch_is_reported_where_nothing_is_corrected(tmp_path):
+    batches, metrics = step(tmp_path, *GRPO)
+    assert "rollout_is_weights" not in batches["adv"].tensor_keys()
+    names = ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "chi2_token", "chi2_seq")
+    assert {f"rollout_corr/{name}" for name in names} == {name for name in metrics if name.startswith("rollout_corr")}
+    assert abs(metrics["rollout_corr/kl"]) < 1e-4
+
+
+def test_a_fully_rejected_row_leaves_its_siblings_baseline(tmp_path):
+    rejecting = (
+        *GRPO,
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        "algorithm.rollout_correction.rollout_rs=seq_max_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
+    )
+    batches, metrics = step(tmp_path, *rejecting, edit=shift((0, 0, 1.0)))
+    before, after = batches["old_log_prob"].batch, batches["adv"].batch
+    assert after["response_mask"][0].sum() == 0
+    assert torch.equal(after["response_mask"][1:], before["response_mask"][1:])
+    scores = before["token_level_scores"].sum(1)
+    baseline = scores[1:3].mean()  # of the two siblings that are left
+    for row in (1, 2):
+        kept = after["response_mask"][row].bool()
+        torch.testing.assert_close(after["advantages"][row][kept], (scores[row] - baseline).expand(int(kept.sum())))
+    tokens, rows = before["response_mask"].sum(), len(scores)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        float(before["response_mask"][0].sum() / tokens)
+    )
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / rows)
+
+
+def test_the_denominators_of_the_loss_are_counted_after_rejection(tmp_path):
+    one_step = "actor_rollout_ref.actor.ppo_mini_batch_size=4"  # on policy: the loss is minus the mean advantage
+    no_kl = "actor_rollout_ref.actor.use_kl_loss=false"
+    rules = ("algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2")
+    batches, metrics = step(tmp_path, *GRPO, one_step, no_kl, *rules, edit=shift((0, 0, 1.0), (5, 1, 1.0)))
+    kept, advantages = batches["adv"].batch["response_mask"].bool(), batches["adv"].batch["advantages"]
+    assert int(kept.sum()) == int(batches["old_log_prob"].batch["response_mask"].sum()) - 2
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(advantages[kept].mean()), abs=1e-6)
+
+
+def test_the_score_of_a_row_survives_the_rejection_of_its_last_token(tmp_path):
+    def last_tokens(batch):
+        last = batch["response_mask"].sum(1) - 1
+        batch["rollout_log_probs"][torch.arange(len(last)), last] -= 2.0
+
+    settings = (
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=3",
+    )
+    batches, _ = step(tmp_path / "rejecting", *GRPO, *settings, edit=last_tokens)
+    plain, _ = step(tmp_path / "plain", *GRPO)
+    after, expected = batches["adv"].batch, plain["adv"].batch
+    assert (expected["response_mask"].sum(1) - after["response_mask"].sum(1)).tolist() == [1] * 12
+    left = after["response_mask"].bool()
+    torch.testing.assert_close(after["advantages"][left], expected["advantages"][left])
+    assert (after["advantages"][~left] == 0).all()
+    assert after["advantages"].abs().sum() > 0
+
+
+def test_a_mini_batch_emptied_by_rejection_takes_no_step(tmp_path):
+    reject_all = (
+        *GRPO,
+        "algorithm.rollout_correction.rollout_rs=seq_sum_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.01",
+    )
+
+    def off(batch):
+        batch["rollout_log_probs"][:6] -= 1.0  # the first mini-batch: two prompts of three rollouts
+
+    batches, metrics = step(tmp_path, *reject_all, edit=off)
+    counts = batches["adv"].batch["response_mask"].sum(1).tolist()
+    assert counts[:6] == [0] * 6
+    assert all(counts[6:])
+    assert metrics["actor/grad_norm"] > 0  # of the second mini-batch: the first had nothing to learn from
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_micro_batches_do_not_change_corrected_numbers(tmp_path):
+    _, recorded = train(tmp_path / "generates", *GRPO, steps=2)
+    recorded = perturbed(recorded)
+    expected, _ = train(tmp_path / "packed", *CORRECTED, recorded=recorded, steps=2)
+    size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    found, _ = train(tmp_path / "micro", *CORRECTED, size, recorded=recorded, steps=2)
+    assert_same(found, expected, steps=2)
+
+
+def test_two_ranks_over_ray_give_the_corrected_numbers_of_one_local_rank(tmp_path, ray_cluster):
+    _, recorded = train(tmp_path / "generates", *GRPO, steps=2)
+    recorded = perturbed(recorded)
+    expected, _ = train(tmp_path / "local", *CORRECTED, recorded=recorded, steps=2, first=1)
+    ray = ("trainer.worker_group=ray", "trainer.n_gpus_per_node=2")
+    found, _ = train(tmp_path / "two", *CORRECTED, *ray, recorded=recorded, steps=2, first=1)
+    assert_same(found, expected, steps=2)
+
+
+def perturbed(recorded):
+    """The same generations by an engine that is a little off everywhere: ratios of about 0.7 to 1.4."""
+    recorded = copy.deepcopy(recorded)
+    generator = torch.Generator().manual_seed(0)
+    for output in recorded:
+        log_probs = output.batch["rollout_log_probs"]
+        log_probs += 0.2 * torch.randn(log_probs.shape, generator=generator)
+    return recorded

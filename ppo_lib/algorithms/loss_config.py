@@ -12,6 +12,18 @@ from ppo_lib.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class PolicyLossSettings:
+    """The settings of single losses, as in `actor.policy_loss`, which holds the same defaults."""
+
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 0.1
+    dro_beta: float | None = None
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """What every policy loss takes as `config`; the names are those of `actor_rollout_ref.actor`.
 
@@ -20,8 +32,11 @@ class LossConfig:
         clip_ratio_low, clip_ratio_high: the same below and above 1; None follows `clip_ratio`.
         clip_ratio_c: the bound on the loss of a token with negative advantage, in multiples of -advantage; above 1.
         loss_scale_factor: the horizon of `seq-mean-token-sum-norm`; None leaves that of `denominators`.
+        tau_pos, tau_neg: how fast sapo's gate closes at good and at bad advantages.
         policy_loss: the settings of single losses (`actor.policy_loss`).
         denominators: those of the whole mini-batch; None takes each call's mask for all of it.
+        mini_batch: what the loss's `of_mini_batch` function (see `names.PolicyLoss`) found in the whole mini-batch;
+            None takes each call for all of it.
     """
 
     clip_ratio: float = 0.2
@@ -29,15 +44,20 @@ class LossConfig:
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
     loss_scale_factor: float | None = None
-    policy_loss: Any = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    policy_loss: Any = PolicyLossSettings()
     denominators: Denominators | None = None
+    mini_batch: Any = None
 
     def __post_init__(self) -> None:
         if self.clip_ratio_c <= 1.0:
             raise ConfigError(f"clip_ratio_c must be above 1 (3.0 is usual), got {self.clip_ratio_c}")
 
     @classmethod
-    def from_actor(cls, actor_config: Any, denominators: Denominators | None = None) -> LossConfig:
+    def from_actor(
+        cls, actor_config: Any, denominators: Denominators | None = None, mini_batch: Any = None
+    ) -> LossConfig:
         """Read the settings from an actor section by attribute."""
         return cls(
             clip_ratio=actor_config.clip_ratio,
@@ -45,8 +65,11 @@ class LossConfig:
             clip_ratio_high=actor_config.clip_ratio_high,
             clip_ratio_c=actor_config.clip_ratio_c,
             loss_scale_factor=actor_config.loss_scale_factor,
+            tau_pos=actor_config.tau_pos,
+            tau_neg=actor_config.tau_neg,
             policy_loss=actor_config.policy_loss,
             denominators=denominators,
+            mini_batch=mini_batch,
         )
 
     @property

@@ -49,12 +49,26 @@ class AdvEstimator:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One row of `POLICY_LOSSES`."""
+    """One row of `POLICY_LOSSES`.
+
+    Args:
+        settings: keys of section `actor_rollout_ref.actor` it reads; None where nobody has said.
+        of_mini_batch: for a loss that has to know the whole mini-batch, so that micro-batches and ranks do not matter:
+            (old_log_prob, log_prob, advantages, config) -> anything, from all policy tokens (N,) of the mini-batch,
+            with the log-probs before its step. Whoever trains calls it once a mini-batch, on every rank with the tokens
+            of all ranks in the same order, and gives the result to each micro-batch as `config.mini_batch`.
+        bypass: whether it is for bypass mode, where `old_log_prob` holds the rollout's log-probs.
+    """
 
     name: str
     function: str | Callable[..., Any]
     summary: str = ""
     paper: str = ""
+    settings: frozenset[str] | None = None
+    of_mini_batch: str | Callable[..., Any] | None = None
+    bypass: bool = False
+    formula: str = ""
+    when: str = ""
 
 
 def _table(*rows: Any) -> dict[str, Any]:
@@ -187,12 +201,139 @@ ADV_ESTIMATORS: dict[str, AdvEstimator] = _table(
     ),
 )
 
+
+def _loss(name: str, function: str, settings: str = "", of_mini_batch: str = "", **more: Any) -> PolicyLoss:
+    package = "ppo_lib.algorithms.policy_losses"
+    return PolicyLoss(
+        name,
+        f"{package}.{function}",
+        settings=frozenset(settings.split()),
+        of_mini_batch=f"{package}.{of_mini_batch}" if of_mini_batch else None,
+        **more,
+    )
+
+
+_CLIP = "clip_ratio clip_ratio_low clip_ratio_high"
+
 POLICY_LOSSES: dict[str, PolicyLoss] = _table(
-    PolicyLoss(
+    _loss(
         "vanilla",
-        "ppo_lib.algorithms.policy_losses.vanilla:compute_policy_loss_vanilla",
+        "vanilla:compute_policy_loss_vanilla",
+        settings=f"{_CLIP} clip_ratio_c",
         summary="PPO: the ratio clipped below and above, and from below again where the advantage is negative",
         paper="arXiv:1707.06347; dual clip arXiv:1912.09729; asymmetric clip arXiv:2503.14476",
+        formula="max(-A r, -A clip(r, 1 - low, 1 + high)); at most -A c where A < 0",
+        when="the default",
+    ),
+    _loss(
+        "gspo",
+        "gspo:compute_policy_loss_gspo",
+        settings=_CLIP,
+        summary="PPO with one ratio a sequence, the geometric mean of its tokens' ratios",
+        paper="arXiv:2507.18071",
+        formula="max(-A s, -A clip(s, 1 - low, 1 + high)),  s = exp(mean_t log r_t)",
+        when="outcome rewards and mixture-of-experts models; clips near 3e-4, seq-mean-token-mean",
+    ),
+    _loss(
+        "sapo",
+        "sapo:compute_policy_loss_sapo",
+        settings="tau_pos tau_neg",
+        summary="a sigmoid gate around ratio 1 in place of the clip",
+        paper="arXiv:2511.20347",
+        formula="-A (4 / tau) sigmoid(tau (r - 1)),  tau = tau_pos where A > 0, else tau_neg",
+        when="clipping throws too much gradient away; seq-mean-token-mean",
+    ),
+    _loss(
+        "gpg",
+        "policy_gradient:compute_policy_loss_gpg",
+        summary="the plain policy gradient",
+        paper="arXiv:2504.02546",
+        formula="-A log pi",
+        when="one optimizer step per rollout, with the gpg estimator",
+    ),
+    _loss(
+        "clip_cov",
+        "covariance:compute_policy_loss_clip_cov",
+        settings=f"{_CLIP} policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub",
+        of_mini_batch="covariance:clip_cov_rule",
+        summary="PPO without the few tokens of largest covariance between log-probability and advantage",
+        paper="arXiv:2505.22617",
+        formula="as vanilla, 0 for clip_cov_ratio of the tokens with lb < (log pi - mean)(A - mean) < ub",
+        when="the entropy collapses early; costs a second forward pass where a mini-batch has several micro-batches",
+    ),
+    _loss(
+        "kl_cov",
+        "covariance:compute_policy_loss_kl_cov",
+        settings="policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef",
+        of_mini_batch="covariance:kl_cov_rule",
+        summary="the unclipped ratio, with a KL penalty on the few tokens of largest covariance",
+        paper="arXiv:2505.22617",
+        formula="-A r, + ppo_kl_coef |log r| for kl_cov_ratio of the tokens, those of largest covariance",
+        when="as clip_cov, gentler",
+    ),
+    _loss(
+        "geo_mean",
+        "geo_mean:compute_policy_loss_geo_mean",
+        settings=_CLIP,
+        summary="the geometric mean of a sequence's ratios, each clipped in log space",
+        paper="arXiv:2507.20673",
+        formula="-A exp(mean_t d_t),  d = log r, at most high where A > 0, at least -low where A < 0",
+        when="single tokens with extreme ratios upset training; low and high near 0.4, seq-mean-token-mean",
+    ),
+    _loss(
+        "dppo_tv",
+        "dppo:compute_policy_loss_dppo_tv",
+        settings=f"{_CLIP} clip_ratio_c",
+        summary="truncated policy gradient of tokens whose probability has not moved too far",
+        paper="arXiv:2602.04879",
+        formula="-A sg(min(r, c)) log pi, 0 where |pi - pi_old| is above its bound in the direction of A",
+        when="large vocabularies and off-policy data, where ratios of rare tokens mislead",
+    ),
+    _loss(
+        "dppo_kl",
+        "dppo:compute_policy_loss_dppo_kl",
+        settings=f"{_CLIP} clip_ratio_c",
+        summary="dppo_tv with the binary KL divergence as the distance",
+        paper="arXiv:2602.04879",
+        formula="as dppo_tv with pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))",
+        when="as dppo_tv",
+    ),
+    _loss(
+        "dro",
+        "dro:compute_policy_loss_dro",
+        settings="policy_loss.dro_beta",
+        summary="the policy gradient with a quadratic penalty on the log ratio",
+        paper="arXiv:2405.19107",
+        formula="-(A log pi - beta / 2 (log r)^2)",
+        when="responses sampled by another policy",
+    ),
+    _loss(
+        "cispo",
+        "cispo:compute_policy_loss_cispo",
+        settings=_CLIP,
+        summary="the policy gradient weighted by the clipped ratio, held constant",
+        paper="arXiv:2506.13585",
+        formula="-sg(clip(r, 1 - low, 1 + high)) A log pi",
+        when="many steps per rollout, where no token should lose its gradient",
+    ),
+    _loss(
+        "ppo_clip",
+        "vanilla:compute_policy_loss_ppo_clip",
+        settings=f"{_CLIP} clip_ratio_c",
+        bypass=True,
+        summary="vanilla against the policy that sampled, without further importance weights",
+        paper="arXiv:1707.06347",
+        formula="as vanilla, r = pi / pi_rollout",
+        when="bypass mode: the rollout's log-probs are taken for the old ones",
+    ),
+    _loss(
+        "reinforce",
+        "policy_gradient:compute_policy_loss_reinforce",
+        bypass=True,
+        summary="the policy gradient, times the importance weights of rollout correction",
+        paper="Williams 1992",
+        formula="-w A log pi",
+        when="bypass mode without a clip",
     ),
 )
 

@@ -47,15 +47,19 @@ def register_adv_est(name: str, needs: Iterable[str] = ()) -> Callable[[F], F]:
     return register
 
 
-def register_policy_loss(name: str) -> Callable[[F], F]:
+def register_policy_loss(name: str, of_mini_batch: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """Make the decorated policy loss known as `name`, as `actor.policy_loss.loss_mode` will say.
+
+    Args:
+        name: the name.
+        of_mini_batch: what the loss has to find out from the whole mini-batch, see `names.PolicyLoss`.
 
     Raises:
         ConfigError: another function has that name.
     """
 
     def register(function: F) -> F:
-        _add(POLICY_LOSSES, PolicyLoss(name, function, inspect.getdoc(function) or ""))
+        _add(POLICY_LOSSES, PolicyLoss(name, function, inspect.getdoc(function) or "", of_mini_batch=of_mini_batch))
         return function
 
     return register
@@ -68,7 +72,7 @@ def get_adv_estimator_fn(name: str) -> Callable[..., Any]:
     sum_pi_squared, reward_baselines, gamma, lam, norm_adv_by_std_in_grpo, config): it takes those it names, and raises
     `FieldMissingError` for one it cannot do without. It returns (advantages, returns), both (B, R) float32.
     """
-    return _taking_what_it_names(name, _function_of(find_adv_estimator(name)))
+    return _taking_what_it_names(name, _load(find_adv_estimator(name).function))
 
 
 def get_policy_loss_fn(name: str) -> Callable[..., Any]:
@@ -77,7 +81,13 @@ def get_policy_loss_fn(name: str) -> Callable[..., Any]:
     It is called with (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) and
     returns (loss, metrics), see `policy_losses`.
     """
-    return _function_of(find_policy_loss(name))
+    return _load(find_policy_loss(name).function)
+
+
+def get_of_mini_batch_fn(name: str) -> Callable[..., Any] | None:
+    """What the policy loss called `name` has to find out from a whole mini-batch, if anything: `names.PolicyLoss`."""
+    of_mini_batch = find_policy_loss(name).of_mini_batch
+    return None if of_mini_batch is None else _load(of_mini_batch)
 
 
 def _add(table: MutableMapping[str, Any], row: Any) -> None:
@@ -91,17 +101,17 @@ def _place(function: str | Callable[..., Any]) -> str:
     return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
 
 
-def _function_of(row: AdvEstimator | PolicyLoss) -> Callable[..., Any]:
-    if not isinstance(row.function, str):
-        return row.function
-    module_name, function_name = row.function.split(":")
+def _load(place: str | Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(place, str):
+        return place
+    module_name, function_name = place.split(":")
     try:
         module = import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{row.function!r}: cannot import {module_name!r}: {error}") from error
+        raise ConfigError(f"{place!r}: cannot import {module_name!r}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{row.function!r}: {module_name!r} has no function {function_name!r}")
+        raise ConfigError(f"{place!r}: {module_name!r} has no function {function_name!r}")
     return function
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.aggregate import agg_loss
 from ppo_lib.algorithms.loss_config import LossConfig
-from ppo_lib.algorithms.masked import check_same_shape, log_ratio
+from ppo_lib.algorithms.policy_losses.tokens import Tokens
 
 
 def compute_policy_loss_vanilla(
@@ -29,37 +28,54 @@ def compute_policy_loss_vanilla(
     bound c is dual clip (arXiv:1912.09729): without it a bad token that became likely has an unbounded loss.
 
     Args:
-        old_log_prob: (b, R) float32, before the update; no gradient goes through it.
+        old_log_prob: (b, R) float32, where the ratio is 1; no gradient goes through it.
         log_prob: (b, R) float32, now.
         advantages: (b, R) float32.
         response_mask: (b, R) bool, int or float.
         loss_agg_mode: how tokens are weighed, see `agg_loss`.
-        config: the clip settings and the mini-batch's denominators.
+        config: clip_ratio_low, clip_ratio_high, clip_ratio_c and the denominators of the mini-batch.
         rollout_is_weights: (b, R) float32, the weights of rollout correction.
 
     Returns:
         The loss, and the shares of tokens that were clipped (`pg_clipfrac`, `pg_clipfrac_lower`) and the mean of
         old_log_prob - log_prob (`ppo_kl`); all are contributions to the mini-batch.
     """
-    check_same_shape(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
-    kept = response_mask.bool()
-    whole = config.denominators_for(kept)
+    tokens = Tokens.of(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
     lowest, highest = config.clip_bounds
-
-    log_r = log_ratio(log_prob, old_log_prob.detach(), kept)
-    ratio = log_r.exp()
+    advantages, ratio = tokens.advantages, tokens.log_r.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(lowest, highest)
     pessimistic = torch.maximum(unclipped, clipped)
     bound = -advantages * config.clip_ratio_c
     losses = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
+    bounded = (pessimistic > bound) & (advantages < 0)
+    return tokens.loss(losses), tokens.metrics(clipped > unclipped, bounded)
 
-    per_token = {
-        "pg_clipfrac": (clipped > unclipped).float(),
-        "pg_clipfrac_lower": ((pessimistic > bound) & (advantages < 0)).float(),
-        "ppo_kl": -log_r.detach(),
-    }
-    metrics = {name: agg_loss(values, kept, "token-mean", whole) for name, values in per_token.items()}
-    return agg_loss(losses, kept, loss_agg_mode, whole), metrics
+
+def compute_policy_loss_ppo_clip(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: LossConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped objective against the policy that sampled: `vanilla` in bypass mode.
+
+    There `old_log_prob` holds the log-probs of the rollout, so that the ratio already is the whole importance weight:
+    weights of rollout correction are left out, which would count it twice. What correction rejects is in the mask.
+
+    Args:
+        old_log_prob: (b, R) float32, where the ratio is 1; no gradient goes through it.
+        log_prob: (b, R) float32, now.
+        advantages: (b, R) float32.
+        response_mask: (b, R) bool, int or float.
+        loss_agg_mode: how tokens are weighed, see `agg_loss`.
+        config: clip_ratio_low, clip_ratio_high, clip_ratio_c and the denominators of the mini-batch.
+        rollout_is_weights: (b, R) float32, not used.
+
+    Returns:
+        Loss and metrics as those of `compute_policy_loss_vanilla`.
+    """
+    return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)

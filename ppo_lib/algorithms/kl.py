@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ppo_lib.algorithms.masked import log_ratio
-from ppo_lib.algorithms.names import KL_CONTROLLERS, KL_PENALTIES, unknown_name
-from ppo_lib.errors import ConfigError
+from ppo_lib.algorithms.names import KL_CONTROLLERS, KL_FROM_LOGITS, KL_PENALTIES, unknown_name
+from ppo_lib.errors import BatchMismatchError, ConfigError
 
 K3_MAX = 10.0
 """Upper bound on k3, which grows like 1/ratio: one token the policy all but gave up must not outweigh a whole batch."""
@@ -26,19 +27,21 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, mask: Tens
         low_var_kl, k3   exp(-d) - 1 + d       unbiased value, never negative; at most `K3_MAX`
 
     The means of k1 and k3 have the right value but not the right gradient, so each name also comes with a trailing
-    `+`: that value with the gradient of k2 (straight-through).
+    `+`: that value with the gradient of k2 (straight-through). `full` is the KL itself, not an estimate: see `full_kl`.
 
     Args:
-        logprob: (b, R) float32.
-        ref_logprob: (b, R) float32.
+        logprob: (b, R) float32; for `full` the logits (b, R, V).
+        ref_logprob: the same of the reference.
         kl_penalty: one of the names.
         mask: (b, R), optional: 0 with zero gradient where it is 0, whatever stands there.
 
     Returns:
         (b, R) float32.
     """
+    if kl_penalty in KL_FROM_LOGITS:
+        return full_kl(logprob, ref_logprob, mask)
     if kl_penalty not in KL_PENALTIES:
-        raise unknown_name("kl_penalty", kl_penalty, KL_PENALTIES)
+        raise unknown_name("kl_penalty", kl_penalty, KL_PENALTIES | KL_FROM_LOGITS)
     d = log_ratio(logprob, ref_logprob, mask)
     value = _kl_value(d, kl_penalty.removesuffix("+"))
     if not kl_penalty.endswith("+"):
@@ -55,6 +58,33 @@ def _kl_value(d: Tensor, form: str) -> Tensor:
     if form in ("mse", "k2"):
         return 0.5 * d.square()
     return ((-d).exp() - 1 + d).clamp(max=K3_MAX)  # low_var_kl, k3
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """KL(policy || reference) at each token, over the whole vocabulary.
+
+        sum_v p_v (log p_v - log q_v),    p = softmax(logits), q = softmax(ref_logits)
+
+    Exact in value and gradient, so that `full+` is the same. Log ratios are clamped like all others.
+
+    Args:
+        logits: (b, R, V) float32.
+        ref_logits: (b, R, V) float32.
+        mask: (b, R), optional: 0 with zero gradient where it is 0, whatever stands there.
+
+    Returns:
+        (b, R) float32.
+    """
+    if logits.dim() != 3 or logits.shape != ref_logits.shape:
+        raise BatchMismatchError(
+            "full takes logits (rows, tokens, vocabulary) of both models, "
+            f"got {tuple(logits.shape)} and {tuple(ref_logits.shape)}"
+        )
+    if mask is not None:
+        logits, ref_logits = (torch.where(mask.bool()[..., None], x, 0) for x in (logits, ref_logits))
+    log_p, log_q = logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
+    kl = (log_p.exp() * log_ratio(log_p, log_q)).sum(dim=-1)
+    return kl if mask is None else torch.where(mask.bool(), kl, 0)
 
 
 class FixedKLController:

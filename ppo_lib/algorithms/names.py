@@ -179,10 +179,11 @@ ADV_ESTIMATORS: dict[str, AdvEstimator] = _table(
         "gdpo",
         "gdpo:compute_gdpo_advantage",
         needs="uid",
+        settings="gdpo_reward_keys gdpo_reward_weights",
         uses="reward_components",
         summary="each component of the reward normalised in its group, added, whitened over the batch",
         paper="arXiv:2601.05242",
-        formula="A = whiten(sum_k (c_k - mean_g c_k) / (std_g c_k + 1e-6))",
+        formula="A = whiten(sum_k w_k (c_k - mean_g c_k) / (std_g c_k + 1e-6))",
         when="several rewards on different scales (`algorithm.gdpo_reward_keys`)",
     ),
     _estimator(
@@ -337,6 +338,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = _table(
     ),
 )
 
+POLICY_LOSS_SETTINGS: frozenset[str] = frozenset().union(*(row.settings for row in POLICY_LOSSES.values()))
+"""Keys of section `actor_rollout_ref.actor` that some policy loss here reads."""
+
 LOSS_AGG_MODES: dict[str, str] = {
     "token-mean": "sum over tokens / number of tokens",
     "token-sum": "sum over tokens",
@@ -358,6 +362,12 @@ KL_PENALTIES: dict[str, str] = {
     **_KL_FORMS,
     **{f"{name}+": f"{form}, with the gradient of (log ratio)^2 / 2" for name, form in _KL_FORMS.items()},
 }
+
+KL_FROM_LOGITS: dict[str, str] = {
+    "full": "sum over the vocabulary of pi (log pi - log pi_ref)",
+    "full+": "the same: its gradient already is that of the KL",
+}
+"""Forms that need the logits of both models, of which a training step only keeps the sampled tokens' log-probs."""
 
 KL_CONTROLLERS: dict[str, str] = {
     "fixed": "the coefficient stays kl_coef",
@@ -397,6 +407,21 @@ def find_adv_estimator(name: str) -> AdvEstimator:
     `values`.
     """
     return _find("advantage estimator", name, ADV_ESTIMATORS, AdvEstimator)
+
+
+def check_kl_penalty(name: str) -> None:
+    """Refuse a form of the KL that is unknown, or that a training step cannot compute.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    if name in KL_FROM_LOGITS:
+        raise ConfigError(
+            f"KL estimator {name!r} needs the logits of both models, and a training step only keeps the log-probs of "
+            "sampled tokens: use low_var_kl, its estimate from those"
+        )
+    if name not in KL_PENALTIES:
+        raise unknown_name("KL estimator", name, KL_PENALTIES)
 
 
 def find_policy_loss(name: str) -> PolicyLoss:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, Positive, follow
+from ppo_lib.config.base import ConfigModel, Fraction, Positive, follow
 from ppo_lib.config.registered import AggregationName, KLName, PolicyLossName
 from ppo_lib.config.training import CheckpointConfig, FSDPConfig, OptimConfig, TrainedFSDPConfig
 
@@ -32,6 +32,18 @@ class PolicyLossConfig(ConfigModel):
 
     loss_mode: PolicyLossName = "vanilla"
     """A registered policy loss, or `module:function`."""
+    clip_cov_ratio: Fraction = 0.0002
+    """clip_cov: the share of tokens held back."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: tokens of smaller covariance are not held back."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: tokens of larger covariance are not held back."""
+    kl_cov_ratio: Fraction = 0.0002
+    """kl_cov: the share of tokens that pay for moving."""
+    ppo_kl_coef: Annotated[float, Field(ge=0.0)] = 0.1
+    """kl_cov: what they pay for each nat."""
+    dro_beta: Annotated[float, Field(gt=0.0)] | None = None
+    """dro: weight of the squared log ratio; null is 0.05."""
 
 
 class ActorConfig(ConfigModel):
@@ -67,6 +79,10 @@ class ActorConfig(ConfigModel):
     """Clip range above 1, where it differs from `clip_ratio`."""
     clip_ratio_c: Annotated[float, Field(gt=1.0)] = 3.0
     """Dual clip: where the advantage is negative, the ratio counts at most this much."""
+    tau_pos: Annotated[float, Field(gt=0.0)] = 1.0
+    """sapo: how fast the gate closes on tokens with a positive advantage."""
+    tau_neg: Annotated[float, Field(gt=0.0)] = 1.05
+    """sapo: how fast it closes on the others."""
     loss_agg_mode: AggregationName = "token-mean"
     """How the losses of all response tokens become one number."""
     loss_scale_factor: Annotated[float, Field(gt=0.0)] | None = None

@@ -129,6 +129,15 @@ def _algorithm_rows(config: PPOConfig) -> Iterator[Row]:
     yield f"{_ACTOR}.clip_ratio", both_set, "clip_ratio_low and clip_ratio_high are set"
     for name in ("kl_loss_coef", "kl_loss_type"):
         yield f"{_ACTOR}.{name}", not actor.use_kl_loss, "use_kl_loss is false"
+    yield from _policy_loss_rows(config)
+
+
+def _policy_loss_rows(config: PPOConfig) -> Iterator[Row]:
+    """Settings of policy losses that the chosen one does not read."""
+    loss = names.find_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    for name in sorted(names.POLICY_LOSS_SETTINGS):
+        unread = loss.settings is not None and name not in loss.settings
+        yield f"{_ACTOR}.{name}", unread, f"the policy loss {loss.name} does not read it"
 
 
 def _correction_rows(config: PPOConfig) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,6 +205,19 @@ def test_gdpo_keeps_apart_what_a_sum_of_rewards_would_merge():
     expected = (total - total.mean()) / deviation
     assert advantages[:3, 0].tolist() == pytest.approx(expected[:3].tolist(), abs=1e-5)
     assert advantages[3].item() == 0
+
+
+def test_gdpo_weighs_components():
+    components, mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 1)
+    fields = {"index": ["x", "x"], "reward_components": components}
+    even, _ = estimate("gdpo", components.sum(dim=1, keepdim=True), mask, **fields)
+    assert even.abs().max().item() < 1e-6  # what the first gains by one reward it loses by the other
+    config = SimpleNamespace(gdpo_reward_weights=(3.0, 1.0))
+    weighed, _ = estimate("gdpo", components.sum(dim=1, keepdim=True), mask, **fields, config=config)
+    assert weighed[:, 0].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    config = SimpleNamespace(gdpo_reward_weights=(1.0, 1.0, 1.0))
+    with pytest.raises(BatchMismatchError, match="has 3 values for 2 rewards"):
+        estimate("gdpo", components.sum(dim=1, keepdim=True), mask, **fields, config=config)
 
 
 def test_optimal_token_baseline_by_hand():

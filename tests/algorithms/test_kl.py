@@ -13,8 +13,8 @@ from ppo_lib.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from ppo_lib.algorithms.names import KL_PENALTIES
-from ppo_lib.errors import ConfigError
+from ppo_lib.algorithms.names import KL_FROM_LOGITS, KL_PENALTIES, check_kl_penalty
+from ppo_lib.errors import BatchMismatchError, ConfigError
 
 D = math.log(2)
 BY_HAND = {"k1": D, "kl": D, "abs": D, "k2": D * D / 2, "mse": D * D / 2, "k3": 0.5 - 1 + D, "low_var_kl": 0.5 - 1 + D}
@@ -63,6 +63,47 @@ def test_a_mask_stops_values_and_gradients():
     result.sum().backward()
     assert result[0, 0].item() == 0
     assert logprob.grad[0, 0].item() == 0
+
+
+@pytest.mark.parametrize("name", KL_FROM_LOGITS)
+class TestFromLogits:
+    def test_by_hand(self, name):
+        p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+        result = kl_penalty(p.log()[None, None] + 3, q.log()[None, None] - 1, name)  # logits are known up to a constant
+        assert result.tolist() == [[pytest.approx(0.5 * D - 0.25 * D, abs=1e-6)]]
+
+    def test_it_is_the_mean_of_the_estimates_over_the_vocabulary(self, name):
+        logits, ref = 0.3 * torch.randn(2, 2, 3, 7, generator=torch.Generator().manual_seed(0))
+        log_p, log_q = logits.log_softmax(-1), ref.log_softmax(-1)
+        for form in ("k1", "k3"):
+            mean = (log_p.exp() * kl_penalty(log_p.view(2, -1), log_q.view(2, -1), form).view(2, 3, 7)).sum(-1)
+            torch.testing.assert_close(kl_penalty(logits, ref, name), mean)
+
+    def test_a_mask_stops_values_and_gradients(self, name):
+        logits = torch.tensor([[[float("nan"), 0.0], [1.0, 2.0]]], requires_grad=True)
+        result = kl_penalty(logits, torch.full((1, 2, 2), 0.5), name, torch.tensor([[0, 1]]))
+        result.sum().backward()
+        assert result[0, 0].item() == 0 < result[0, 1].item()
+        assert logits.grad[0, 0].tolist() == [0, 0]
+        assert bool((logits.grad[0, 1] != 0).all())
+
+    def test_its_gradient_is_that_of_the_kl(self, name):
+        logits, ref = torch.randn(2, 1, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, name), logits.clone().requires_grad_())
+
+    def test_log_probs_of_sampled_tokens_are_refused(self, name):
+        with pytest.raises(BatchMismatchError, match="takes logits"):
+            kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), name)
+
+    def test_a_configuration_may_not_ask_for_it(self, name):
+        with pytest.raises(ConfigError, match="use low_var_kl"):
+            check_kl_penalty(name)
+
+
+@pytest.mark.parametrize("name", KL_PENALTIES)
+def test_every_form_that_a_configuration_may_name_can_be_computed(name):
+    check_kl_penalty(name)
+    assert kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), name).item() == 0
 
 
 @pytest.mark.parametrize("name", ["k4", "k3++", "+", "low_var", "kl_low_var"])

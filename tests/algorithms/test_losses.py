@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ppo_lib.algorithms import names
 from ppo_lib.algorithms.aggregate import denominators_of
 from ppo_lib.algorithms.loss_config import LossConfig, PolicyLossSettings
 from ppo_lib.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from ppo_lib.algorithms.registry import get_policy_loss_fn
 from ppo_lib.algorithms.value_loss import compute_value_loss
+from ppo_lib.config.actor import ActorConfig
 from ppo_lib.errors import BatchMismatchError, ConfigError
 
 NAN = float("nan")
@@ -278,6 +281,20 @@ def test_settings_are_read_from_an_actor_section():
     assert config.denominators_for(torch.ones(1, 3)).horizon == 16
     assert LossConfig(denominators=whole).denominators_for(torch.ones(1, 3)).horizon == 8
     assert LossConfig().denominators_for(torch.ones(1, 3)).num_tokens == 3
+
+
+def test_defaults_are_those_of_the_configuration():
+    actor = ActorConfig()
+    section = actor.policy_loss.model_dump(exclude={"loss_mode"})
+    assert section == dataclasses.asdict(PolicyLossSettings())
+    for name in ("clip_ratio", "clip_ratio_c", "tau_pos", "tau_neg", "loss_scale_factor"):
+        assert getattr(actor, name) == getattr(LossConfig(), name)
+
+
+def test_every_setting_of_a_loss_is_a_key_of_the_actor():
+    for setting in names.POLICY_LOSS_SETTINGS:
+        section, actor = setting.rpartition(".")[0], ActorConfig()
+        assert hasattr(actor.policy_loss if section else actor, setting.removeprefix("policy_loss."))
 
 
 def test_a_dual_clip_that_would_flip_the_loss_is_refused():

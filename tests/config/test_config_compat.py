@@ -146,7 +146,7 @@ def test_rows_over_all_ranks_become_rows_per_rank(old, new):
         "trainer.v1.x=1",
         "reward_model.micro_batch_size_per_gpu=4",
         "data.image_key=images",
-        "actor_rollout_ref.actor.policy_loss.clip_cov_lb=2",
+        "actor_rollout_ref.actor.freeze_vision_tower=true",
         "reward_model.rollout.name=x",
         "hydra.run.dir=x",
     ],

@@ -222,7 +222,12 @@ def test_old_log_probs_are_left_out_only_where_they_change_nothing():
         (["actor_rollout_ref.ref.fsdp_config.dtype=float32"], "has no effect: without a KL no reference is kept"),
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef has no effect: use_kl_in_reward is false"),
         ([f"{ACTOR}.kl_loss_coef=0.1"], "kl_loss_coef has no effect: use_kl_loss is false"),
-        (["algorithm.lam=0.9"], "algorithm.lam has no effect"),
+        (["algorithm.lam=0.9"], "algorithm.lam has no effect: adv_estimator grpo does not read it"),
+        ([f"{ACTOR}.tau_pos=2"], "actor.tau_pos has no effect: the policy loss vanilla does not read it"),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.clip_ratio_c=4"],
+            "clip_ratio_c has no effect: the policy loss",
+        ),
         ([f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"], "use_dynamic_bsz packs rows"),
         ([f"{ROLLOUT}.val_kwargs.n=4"], "val_kwargs.n has no effect: val_kwargs.do_sample is false, so all responses"),
         (
@@ -252,6 +257,8 @@ def test_a_key_with_effect_or_with_its_default_gets_none():
     assert load().notices == ()
     assert load_with("algorithm.kl_ctrl.kl_coef=0.001", "critic.optim.lr=1e-5", "trainer.seed=4").notices == ()
     assert load_with("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1").notices == ()
+    assert load_with(f"{ACTOR}.policy_loss.loss_mode=dro", f"{ACTOR}.policy_loss.dro_beta=0.1").notices == ()
+    assert load_with(f"{ACTOR}.policy_loss.loss_mode=os.path:join", f"{ACTOR}.tau_pos=2").notices == ()
     assert load_with(f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.gpu_memory_utilization=0.4").notices == ()
 
 

@@ -134,7 +134,8 @@ def _algorithm_rows(config: PPOConfig) -> Iterator[Row]:
 
 def _policy_loss_rows(config: PPOConfig) -> Iterator[Row]:
     """Settings of policy losses that the chosen one does not read."""
-    loss = names.find_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    mode = policy_loss_mode(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+    loss = names.find_policy_loss(mode)
     for name in sorted(names.POLICY_LOSS_SETTINGS):
         unread = loss.settings is not None and name not in loss.settings
         yield f"{_ACTOR}.{name}", unread, f"the policy loss {loss.name} does not read it"

@@ -34,10 +34,19 @@ def _train(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     config = _load(options.words)
     print(step_arithmetic(config).table(), flush=True)
-    from ppo_lib.trainer.preflight import preflight
+    from ppo_lib.trainer.preflight import check_files
 
-    machine = preflight(config)
-    print(f"ready to train on {machine.device} with the {machine.rollout_name} engine, {machine.cores} cores here")
+    check_files(config)  # the trainer asks again, but only after seconds of imports
+    from ppo_lib import RayPPOTrainer
+    from ppo_lib.single_controller import available_cores
+
+    trainer = RayPPOTrainer(config)  # checks every row; starts nothing
+    for name, loader in (("training", trainer.train_dataloader), ("validation", trainer.val_dataloader)):
+        left_out = getattr(loader.dataset, "num_filtered", 0)
+        print(f"{len(loader.dataset)} {name} prompts" + (f", {left_out} too long left out" if left_out else ""))
+    print(f"{trainer.total_training_steps} steps")
+    engine = f"the {trainer.rollout_name} engine"
+    print(f"ready to train on {trainer.device_name} with {engine}, {available_cores()} cores here")
     return 0
 
 

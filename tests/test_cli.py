@@ -81,9 +81,10 @@ def test_a_missing_file_is_found_before_torch_or_ray_are_loaded():
 
 def test_check_prints_the_arithmetic_and_the_machine(capsys):
     code, out, err = answer(capsys, "check", QUICKSTART)
-    assert (code, err) == (0, "")
+    assert code == 0, err
     assert "48 = 8 x 6" in out
     assert "8 prompts = 48 rows, 48 a rank" in out
+    assert "123 training prompts\n32 validation prompts\n45 steps\n" in out
     assert "ready to train on cpu with the hf engine" in out
 
 
@@ -136,25 +137,33 @@ def test_bad_input_is_one_message_and_exit_code_2(capsys, words, says):
     assert len(err.splitlines()) == 1
 
 
+CHAT = [{"role": "user", "content": "1:"}]
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
 @pytest.mark.parametrize(
     ("rows", "overrides", "says"),
     [
-        (["1:", "2:", None, "4:"], [], "rows.jsonl, row 2: column 'prompt'"),
-        (["12345:", "67890:"], ["data.filter_overlong_prompts=true"], "rows.jsonl"),
-        (["1:", "67890:"], ["data.filter_overlong_prompts=true"], "1 rows, fewer than one batch of 2"),
+        ([{}, {}, {"prompt": None}], [], "rows.jsonl, row 2: column 'prompt' is null"),
+        ([{"prompt": "12345:"}, {"prompt": "67890:"}], ["data.filter_overlong_prompts=true"], "rows.jsonl"),
+        ([{}, {"prompt": "67890:"}], ["data.filter_overlong_prompts=true"], "1 rows, fewer than one batch of 2"),
+        ([{}, {"agent_name": "tool_agent"}], [], "row 1: column 'agent_name': unknown agent loop 'tool_agent'"),
+        ([{}, {"prompt": CHAT}], ["actor_rollout_ref.model.custom_chat_template='{# #}'"], "rendered to nothing"),
+        ([{}, {"images": ["x.png"]}], [], "row 1: column 'images' (data.image_key) is not empty"),
+        ([{}, {"data_source": "mine"}], [], "row 1: column 'data_source'"),
     ],
-    ids=["null prompt", "all filtered", "too few left"],
+    ids=["null prompt", "all filtered", "too few left", "agent name", "empty template", "image", "no scorer"],
 )
-def test_rows_that_cannot_be_used_stop_the_run_before_ray_starts(capsys, tmp_path, rows, overrides, says):
+def test_rows_that_cannot_be_used_are_told_before_ray_starts(capsys, tmp_path, command, rows, overrides, says):
     import ray
 
     running = ray.is_initialized()
     file = tmp_path / "rows.jsonl"
-    row = {"data_source": "repeat-digit", "reward_model": {"style": "rule", "ground_truth": "1"}}
-    file.write_text("".join(json.dumps({**row, "prompt": prompt}) + "\n" for prompt in rows))
+    usual = {"data_source": "repeat-digit", "prompt": "1:", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    file.write_text("".join(json.dumps({**usual, **row}) + "\n" for row in rows))
     small = [word for word in SMALL_RUN if not word.startswith("trainer.worker_group")]
     folder = f"trainer.default_local_dir={tmp_path}"
-    code, _, err = answer(capsys, "train", TINY, *small, folder, f"data.train_files={file}", *overrides)
+    code, _, err = answer(capsys, command, TINY, *small, folder, f"data.train_files={file}", *overrides)
     assert code == 2
     assert says in err
     assert ray.is_initialized() == running

@@ -70,5 +70,11 @@ class DataConfig(ConfigModel):
     """A dataset class of your own in place of RLHFDataset."""
     sampler: SamplerConfig = SamplerConfig()
     """The order of training prompts."""
+    image_key: str | None = "images"
+    """Column with images: one that is not empty is refused, since only text is trained; null carries it unread."""
+    video_key: str | None = "videos"
+    """Column with videos: one that is not empty is refused, since only text is trained; null carries it unread."""
+    audio_key: str | None = "audios"
+    """Column with sounds: one that is not empty is refused, since only text is trained; null carries it unread."""
     apply_chat_template_kwargs: OpenDict = {}
     """Keyword arguments of the tokenizer's chat template, such as `enable_thinking`."""

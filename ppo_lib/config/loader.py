@@ -36,9 +36,7 @@ def as_config(config: Any) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     if type(config).__module__.split(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf
-
-        config = _without_unset(OmegaConf.to_container(config, resolve=True))
+        config = _resolved(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"expected a PPOConfig, a dictionary or an OmegaConf object, got {type(config).__name__}")
     return build(copy(config), Sources())
@@ -89,8 +87,15 @@ def _apply(override: str, tree: dict[str, Any], sources: Sources) -> None:
     sources.note(path, f"override {override}")
 
 
-def _without_unset(tree: Any) -> Any:
-    """A tree without the keys that an OmegaConf schema leaves open ("???")."""
-    if isinstance(tree, dict):
-        return {name: _without_unset(value) for name, value in tree.items() if value != "???"}
-    return tree
+def _resolved(config: Any) -> Any:
+    """What an OmegaConf object holds, its interpolations replaced."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the OmegaConf object cannot be resolved: {error.full_key or 'at its top'}: {said}"
+        ) from None

@@ -20,7 +20,7 @@ from ppo_lib.config.reward import RewardConfig
 from ppo_lib.config.rules import problems_of
 from ppo_lib.config.sources import Sources
 from ppo_lib.config.trainer import RayKwargsConfig, TrainerConfig
-from ppo_lib.config.tree import Path, copy, get, leaves, remove
+from ppo_lib.config.tree import Path, copy, dotted, get, leaves, remove
 from ppo_lib.errors import ConfigError
 
 logger = logging.getLogger("ppo_lib.config")
@@ -91,6 +91,11 @@ def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], di
     notices = compat.rename(tree, sources, acts)
     tree = Resolver(tree, PPOConfig).expanded()
     notices += compat.retire(tree, sources, acts, Resolver(tree, PPOConfig).look_up)
+    left_open = [
+        f"{dotted(path)} is ???, left open{sources.of(path)}; set it" for path, v in leaves(tree) if v == "???"
+    ]
+    if left_open:
+        raise ConfigError("\n".join(left_open))
     typed = {path[:end] for path, _ in leaves(tree) for end in range(1, len(path) + 1)} & fields_of(PPOConfig).keys()
     otherwise = {path: Resolver(tree, PPOConfig).untyped(path) for path in typed}
     sources.following = Resolver(tree, PPOConfig).fill()

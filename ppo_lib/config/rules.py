@@ -198,6 +198,9 @@ def _run(config: PPOConfig) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
     if config.reward.reward_manager.source == "importlib" and not config.reward.reward_manager.module.path:
         yield "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, a Python file"
+    for name in ("train_max_samples", "val_max_samples"):
+        if getattr(config.data, name) == 0:
+            yield f"data.{name}=0 leaves no rows; set data.{name} to -1 for all, or to 1 or more"
     if bool(config.data.custom_cls.path) != bool(config.data.custom_cls.name):
         yield "data.custom_cls needs both path (a Python file) and name (a class in it)"
     if bool(config.data.sampler.class_path) != bool(config.data.sampler.class_name):

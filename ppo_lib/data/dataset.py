@@ -20,7 +20,7 @@ from protocol import schema
 logger = logging.getLogger(__name__)
 
 DICT_COLUMNS = ("reward_model", "extra_info")
-MEDIA_COLUMNS = ("images", "videos", "audios")
+MEDIA_KEYS = ("image_key", "video_key", "audio_key")
 # What the dataset or a later stage of a step writes: a file's column of that name would be overwritten or in the way.
 FROM_DATA = {"data_source", "reward_model", "extra_info"}
 FROM_ROLLOUT = {"finish_reason", "__num_turns__", "weight_version_min", "weight_version_max"}
@@ -32,8 +32,7 @@ class RLHFDataset(Dataset):
 
     A row has `prompt` (a chat list or a string) and `data_source`, and usually `ability`, `reward_model` (`style`,
     `ground_truth`) and `extra_info`; every other column is carried along. Everything that can be wrong with a row is
-    found here, before a worker starts: with `data.truncation: error` or `data.filter_overlong_prompts` this tokenizes
-    every prompt once.
+    found here, before a worker starts: this tokenizes every prompt once.
 
     `max_samples` rows are kept (-1: all), chosen before overlong prompts are filtered: the first ones in file order,
     or, where `data.shuffle` (for validation `data.validation_shuffle`) is on, a random subset drawn with `data.seed`,
@@ -69,9 +68,7 @@ class RLHFDataset(Dataset):
         shuffle = config.shuffle if is_train else config.validation_shuffle
         kept = choose_rows(len(self.rows), max_samples, config.seed if shuffle else None)
         self.num_filtered = 0
-        if config.filter_overlong_prompts or config.truncation == "error":
-            kept = self._check_lengths(prompts, kept)
-        self.kept = kept  # dataset_row of each item
+        self.kept = self._check_lengths(prompts, kept)  # dataset_row of each item
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -116,15 +113,20 @@ class RLHFDataset(Dataset):
         return DataError(f"{self.rows.where(number)}: column {self.config.prompt_key!r} {problem}.")
 
     def _check_columns(self) -> None:
+        media = {getattr(self.config, key): key for key in MEDIA_KEYS}
         for file in self.rows.files:
             for column in file.columns:
                 if column in OWN_KEYS and column != self.config.prompt_key:
                     raise DataError(f"{file.name}: the column {column!r} has a name that training writes; rename it.")
-                if column in MEDIA_COLUMNS and any(file.column(column)):
-                    row = next(i for i, value in enumerate(file.column(column)) if value)
-                    raise DataError(
-                        f"{file.name}, row {row}: column {column!r} is not empty, and only text is supported."
-                    )
+                if column in media:
+                    row = next((number for number, value in enumerate(file.column(column)) if value), None)
+                    if row is not None:
+                        key = media[column]
+                        raise DataError(
+                            f"{file.name}, row {row}: column {column!r} (data.{key}) is not empty, and training on"
+                            f" {key.removesuffix('_key')}s is not there yet, only on text; leave such rows out, or set"
+                            f" data.{key}=null to carry the column along unread."
+                        )
 
     def _check_values(self, prompts: list[Any]) -> None:
         if self.tokenizer.pad_token_id is None:
@@ -146,7 +148,10 @@ class RLHFDataset(Dataset):
                 )
 
     def _check_lengths(self, prompts: list[Any], kept: list[int]) -> list[int]:
-        """Drop prompts that are too long, or raise for the first; a prompt that cannot be encoded always raises."""
+        """Drop prompts that are too long, or raise for the first, or leave them to be cut, as the configuration says.
+
+        A prompt that cannot be encoded always raises.
+        """
         limit = self.config.max_prompt_length
         found = self.encoder.lengths(
             [clean(prompts[number]) for number in kept], self.config.filter_overlong_prompts_workers
@@ -158,6 +163,8 @@ class RLHFDataset(Dataset):
             lengths[number] = length
         longest = max(lengths.values())
         overlong = [number for number in kept if lengths[number] > limit]
+        if not self.config.filter_overlong_prompts and self.config.truncation != "error":
+            return kept
         if overlong and not self.config.filter_overlong_prompts:
             raise self._bad(
                 overlong[0],

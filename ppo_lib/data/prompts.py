@@ -28,8 +28,15 @@ def prompt_problem(prompt: Any) -> str | None:
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"has a message {number} without a role; expected {{'role': ..., 'content': ...}}"
-        if message.get("content") is None and not message.get("tool_calls"):
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
             return f"has a message {number} whose content is null"
+        if content is not None and not isinstance(content, str | list):
+            return f"has a message {number} whose content is a {type(content).__name__}; expected text"
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text":
+                return f"has a message {number} with a part of type {kind!r}, and only text is trained"
     return None
 
 
@@ -55,9 +62,12 @@ class PromptEncoder:
         """Raises `DataError` (without file and row: the caller knows them) if the template refuses the chat."""
         if isinstance(prompt, str):
             try:
-                return list(self.tokenizer(prompt).input_ids)
+                ids = list(self.tokenizer(prompt).input_ids)
             except (TypeError, ValueError) as error:  # a lone surrogate, say, which is no text
                 raise DataError(f"cannot be tokenized: {prompt[:40]!a}") from error
+            if not ids:
+                raise DataError(f"comes to no tokens: {prompt[:40]!a}")
+            return ids
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
                 "is a chat, and the tokenizer has no chat template; "
@@ -65,9 +75,12 @@ class PromptEncoder:
             )
         options = {"add_generation_prompt": True, **self.template_kwargs, "tokenize": True, "return_dict": False}
         try:
-            return list(self.tokenizer.apply_chat_template(prompt, **options))
+            ids = list(self.tokenizer.apply_chat_template(prompt, **options))
         except Exception as error:  # a Jinja template may raise anything
             raise DataError(f"is refused by the chat template: {type(error).__name__}: {error}") from error
+        if not ids:
+            raise DataError("is rendered to nothing by the chat template")
+        return ids
 
     def lengths(self, prompts: Sequence[Prompt], workers: int = 1) -> list[int | DataError]:
         """The number of tokens of each prompt, or the error that encoding it raised, with `workers` threads.

@@ -7,6 +7,7 @@ from ppo_lib.rollout.agent_loop import (
     AgentLoopManager,
     AgentLoopOutput,
     AgentSample,
+    check_agent_names,
     register_agent_loop,
 )
 from ppo_lib.rollout.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, register_checkpoint_engine
@@ -40,6 +41,7 @@ __all__ = [
     "SamplingParams",
     "TokenOutput",
     "WeightBucket",
+    "check_agent_names",
     "register_agent_loop",
     "register_checkpoint_engine",
     "register_engine",

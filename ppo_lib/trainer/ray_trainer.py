@@ -21,7 +21,7 @@ from ppo_lib.config import PPOConfig, as_config, need_old_log_probs, step_arithm
 from ppo_lib.errors import ConfigError, DataError, PPOLibError
 from ppo_lib.models import load_processor, load_tokenizer, resolve_model_path
 from ppo_lib.reward import RewardLoopManager, as_batch_reward, check_dataset, is_per_sample
-from ppo_lib.rollout import AgentLoopManager, CheckpointEngineManager, LLMServerManager
+from ppo_lib.rollout import AgentLoopManager, CheckpointEngineManager, LLMServerManager, check_agent_names
 from ppo_lib.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, ensure_ray
 from ppo_lib.trainer.batch_math import (
     apply_kl_penalty,
@@ -151,12 +151,14 @@ class RayPPOTrainer(PPOStages):
         self._owns_ray = False
 
     def _check_before_workers(self, own_reward: bool, own_val_reward: bool) -> None:
-        """What only model and data can tell: the context, a scorer for every row, steps left after critic warm-up."""
+        """What only model and data can tell: context, scorer and loop of every row, steps left after critic warm-up."""
         check_context(self.config, self.model_path)
         if not own_reward:
             check_dataset(self.config.reward, self.train_dataloader.dataset)
         if not own_val_reward:
             check_dataset(self.config.reward, self.val_dataloader.dataset)
+        for loader in (self.train_dataloader, self.val_dataloader):
+            check_agent_names(loader.dataset)
         warmup, steps = self.config.trainer.critic_warmup, self.total_training_steps
         if warmup >= steps and not self.config.trainer.val_only:
             raise ConfigError(

@@ -145,7 +145,7 @@ def test_rows_over_all_ranks_become_rows_per_rank(old, new):
         "global_profiler.steps=[1]",
         "trainer.v1.x=1",
         "reward_model.micro_batch_size_per_gpu=4",
-        "data.image_key=images",
+        "data.return_multi_modal_inputs=true",
         "actor_rollout_ref.actor.freeze_vision_tower=true",
         "reward_model.rollout.name=x",
         "hydra.run.dir=x",

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_lib.config import PPOConfig, as_config, load_config
@@ -219,18 +220,43 @@ def test_as_config_takes_what_people_have():
 
 
 def test_as_config_takes_an_omegaconf_object():
-    OmegaConf = pytest.importorskip("omegaconf").OmegaConf
     given = OmegaConf.create(
         {
             "trainer": {"seed": 7, "experiment_name": "e${trainer.seed}"},
-            "actor_rollout_ref": {"rollout": {"name": "???"}},
+            "actor_rollout_ref": {"rollout": {"name": "hf"}, "actor": {"megatron": {"path": "???"}}},
             "data": {"train_files": ["a", "b"]},
         }
     )
     config = as_config(given)
     assert config.trainer.experiment_name == "e7"
-    assert config.actor_rollout_ref.rollout.name == "auto"
+    assert config.actor_rollout_ref.rollout.name == "hf"
     assert config.data.train_files == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("seed", "says"),
+    [
+        ("???", "trainer.seed is ???, left open; set it"),
+        ("${x.y}", "the OmegaConf object cannot be resolved: trainer.seed: Interpolation key 'x.y' not found"),
+        ("${oc.env:PPO_LIB_GONE}", "trainer.seed: .*'PPO_LIB_GONE' not found"),
+        ("${what:1}", "trainer.seed: Unsupported interpolation type what"),
+    ],
+)
+def test_an_omegaconf_object_with_holes_says_where(seed, says):
+    with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
+        as_config(OmegaConf.create({"trainer": {"seed": seed}}))
+
+
+def test_a_value_left_open_is_told_with_its_place(tmp_path):
+    file = write(tmp_path, "run.yaml", "trainer:\n  seed: ???\ndata:\n  custom_cls: {path: '???'}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["critic.model.override_config.x=???"])
+    assert sorted(str(caught.value).splitlines()) == [
+        "critic.model.override_config.x is ???, left open (override critic.model.override_config.x=???); set it",
+        f"data.custom_cls.path is ???, left open ({file}:4); set it",
+        f"trainer.seed is ???, left open ({file}:2); set it",
+    ]
+    assert load_config(file, ["trainer.seed=1", "data.custom_cls.path=null"]).trainer.seed == 1
 
 
 def test_validating_a_dict_leaves_it_alone():

@@ -106,6 +106,8 @@ REFUSED = [
     ),
     ([f"{ROLLOUT}.response_length=11"], "rollout.response_length=11 differs from data.max_response_length=20"),
     (["reward.reward_manager.source=importlib"], "needs reward.reward_manager.module.path"),
+    (["data.train_max_samples=0"], "data.train_max_samples=0 leaves no rows; set data.train_max_samples to -1 for all"),
+    (["data.val_max_samples=0"], "data.val_max_samples=0 leaves no rows"),
     (["data.sampler.class_name=C"], "data.sampler needs both class_path (a Python file) and class_name"),
     (["data.custom_cls.path=x.py"], "data.custom_cls needs both path (a Python file) and name"),
 ]

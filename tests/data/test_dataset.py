@@ -116,8 +116,45 @@ def test_a_null_source_a_reserved_column_and_images_are_refused(write, tokenizer
         RLHFDataset(write("d.jsonl", [row(0), row(1, reward_model="{}")]), tokenizer, data_config())
     with pytest.raises(DataError, match="column 'input_ids' has a name that training writes"):
         RLHFDataset(write("b.jsonl", [row(0, input_ids=[1])]), tokenizer, data_config())
-    with pytest.raises(DataError, match=r"row 1: column 'images' is not empty, and only text"):
-        RLHFDataset(write("c.jsonl", [row(0, images=[]), row(1, images=["a.png"])]), tokenizer, data_config())
+
+
+@pytest.mark.parametrize(
+    ("key", "column"), [("image_key", "pictures"), ("video_key", "videos"), ("audio_key", "audios")]
+)
+def test_images_videos_and_sounds_are_refused_by_name_or_carried_unread(write, tokenizer, key, column):
+    path = write("c.jsonl", [row(0, **{column: []}), row(1, **{column: ["a"]})])
+    kind = key.removesuffix("_key")
+    with pytest.raises(
+        DataError, match=rf"row 1: column '{column}' \(data\.{key}\) is not empty, and training on {kind}s"
+    ):
+        RLHFDataset(path, tokenizer, data_config(**{key: column}))
+    carried = RLHFDataset(path, tokenizer, data_config(**{key: None}))
+    assert [carried[0][column], carried[1][column]] == [[], ["a"]]
+    assert len(RLHFDataset(write("e.jsonl", [row(0, **{column: None})]), tokenizer, data_config(**{key: column}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image"}], "a message 0 with a part of type 'image', and only text"),
+        (["a"], "a message 0 with a part of type 'str'"),
+        (3, "a message 0 whose content is a int; expected text"),
+    ],
+)
+def test_a_message_that_is_not_text_is_refused(write, tokenizer, content, says):
+    path = write("m.jsonl", [row(0, prompt=[{"role": "user", "content": content}])])
+    with pytest.raises(DataError, match=f"row 0: column 'prompt' has {says}"):
+        RLHFDataset(path, tokenizer, data_config())
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_a_template_that_renders_nothing_is_found_before_a_row_is_drawn(write, truncation):
+    tokenizer = load_tokenizer(
+        "builtin:tiny-llama", custom_chat_template="{% if messages[0].content == 'b' %}x{% endif %}"
+    )
+    path = write("t.jsonl", [row(i, prompt=[{"role": "user", "content": text}]) for i, text in enumerate("ba")])
+    with pytest.raises(DataError, match=r"row 1: column 'prompt' is rendered to nothing by the chat template"):
+        RLHFDataset(path, tokenizer, data_config(truncation=truncation))
 
 
 def test_a_tokenizer_without_pad_token_is_refused(write):

@@ -7,6 +7,7 @@ from ppo_lib.rollout.agent_loop.base import (
     AgentLoopOutput,
     AgentSample,
     agent_loop_class,
+    check_agent_names,
     register_agent_loop,
 )
 from ppo_lib.rollout.agent_loop.collate import collate
@@ -22,6 +23,7 @@ __all__ = [
     "SampleHandle",
     "SingleTurnAgentLoop",
     "agent_loop_class",
+    "check_agent_names",
     "collate",
     "register_agent_loop",
     "sample_seed",

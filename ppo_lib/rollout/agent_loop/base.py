@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ppo_lib.algorithms.names import unknown_name
 from ppo_lib.config import ActorRolloutRefConfig
-from ppo_lib.errors import RolloutError
+from ppo_lib.errors import ConfigError, DataError, RolloutError
 from ppo_lib.reward import RewardResult
 from ppo_lib.rollout.engine import Cohort, FinishReason, GenerationRequest, SamplingParams, TokenOutput
 from ppo_lib.rollout.server import LLMServerClient
@@ -145,6 +145,27 @@ def register_agent_loop(name: str) -> Callable[[Loop], Loop]:
         return cls
 
     return decorate
+
+
+def check_agent_names(dataset: Any) -> None:
+    """Raise before a run for a row whose `agent_name` is no agent loop: to find out at the first sample is late.
+
+    Reads `dataset.column(name)` and `dataset.where(index)`; a dataset without them is not checked.
+
+    Raises:
+        DataError: Names file and row.
+    """
+    if not (hasattr(dataset, "column") and hasattr(dataset, "where")):
+        return
+    known: set[str] = set()
+    for index, name in enumerate(dataset.column("agent_name")):
+        if not name or name in known:
+            continue
+        try:
+            agent_loop_class(str(name))
+        except ConfigError as error:
+            raise DataError(f"{dataset.where(index)}: column 'agent_name': {error}") from None
+        known.add(name)
 
 
 def agent_loop_class(name: str) -> type[AgentLoopBase]:

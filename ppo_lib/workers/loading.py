@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,13 +19,14 @@ from ppo_lib.config.needs import uses_lora
 from ppo_lib.errors import ConfigError, ModelError
 from ppo_lib.models import resolve_model_path
 from ppo_lib.models.dtypes import parse_dtype
-from ppo_lib.workers.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from ppo_lib.workers.attention import PACKED_ATTENTION, register_packed_attention
 from ppo_lib.workers.distributed import all_agree
 from ppo_lib.workers.fsdp_engine import FSDPEngine, local_tensor, shard_module
 from ppo_lib.workers.lora import attach_adapter
 from ppo_lib.workers.modules import PolicyModule, ValueModule
-from ppo_lib.workers.packing import PackedRows
+from ppo_lib.workers.packing import JaggedRows, pack_rows
 from ppo_lib.workers.precision import Precision
+from protocol import tensordict_utils as tu
 
 __all__ = ["build_engine", "check_packing", "load_policy", "load_value_model"]
 
@@ -240,7 +242,7 @@ def _determinism(fsdp: Any) -> None:
 
 
 def check_packing(module: PolicyModule | ValueModule) -> None:
-    """Compute two short rows packed and one by one with the family's own attention, and compare.
+    """Compute short rows packed, two of them behind one prompt, and one by one with the family's own attention.
 
     A family whose layers mix neighbouring tokens in another way, scale their logits, or ignore the layout of the rows
     would train on wrong numbers without a sign of it; here it is an error before anything starts.
@@ -251,16 +253,12 @@ def check_packing(module: PolicyModule | ValueModule) -> None:
     network = module.model
     config = network.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in (5, 3)]
-    packed = PackedRows(
-        input_ids=torch.cat(rows).unsqueeze(0),
-        position_ids=torch.cat([torch.arange(len(row)) for row in rows]).unsqueeze(0),
-        layout=PackedLayout((5, 3), torch.device("cpu")),
-        predict=torch.tensor([0, 1, 2, 3, 5, 6]),
-        labels=torch.cat([row[1:] for row in rows]),
-        flat_index=torch.arange(6),
-        response_lens=(4, 2),
-    )
+    prompt, *tails = (torch.randint(0, config.vocab_size, (length,), generator=generator) for length in (3, 4, 2, 5))
+    rows = [torch.cat([prompt, tails[0]]), torch.cat([prompt, tails[1]]), tails[2]]  # two share a prompt
+    columns = {"input_ids": rows, "position_ids": [torch.arange(len(row)) for row in rows]}
+    batch: dict[str, Any] = {name: tu.nested_tensor_from_tensor_list(values) for name, values in columns.items()}
+    batch["response_lens"] = torch.tensor([len(tail) for tail in (tails[0], tails[1], tails[2][1:])])
+    packed = pack_rows(JaggedRows(TensorDict(batch, batch_size=[3])), [0, 1, 2], torch.device("cpu"))
     module.eval()
     with torch.no_grad():
         if isinstance(module, PolicyModule):
@@ -269,9 +267,10 @@ def check_packing(module: PolicyModule | ValueModule) -> None:
             ours = module(packed)["values"]
         network.set_attn_implementation("eager")
         outputs = [network(input_ids=row.unsqueeze(0), use_cache=False).logits[0, :-1].float() for row in rows]
+        outputs = [values[-count:] for values, count in zip(outputs, packed.response_lens)]
         network.set_attn_implementation(PACKED_ATTENTION)
     if isinstance(module, PolicyModule):
-        outputs = [logits.log_softmax(-1).gather(1, row[1:, None]) for logits, row in zip(outputs, rows)]
+        outputs = [logits.log_softmax(-1).gather(1, row[-len(logits) :, None]) for logits, row in zip(outputs, rows)]
     theirs = torch.cat(outputs).squeeze(-1)
     difference = (ours - theirs).abs().max().item()
     allowed = 1e-3 if network.dtype == torch.float32 else 0.05

@@ -9,17 +9,20 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from ppo_lib.errors import BatchMismatchError, ConfigError, FieldMissingError
-from ppo_lib.workers.attention import PackedLayout
+from ppo_lib.workers.attention import PackedLayout, ranges
 from protocol import jagged
 from protocol import tensordict_utils as tu
 
 __all__ = ["JaggedRows", "MicroBatching", "PackedRows", "filler_rows", "pack_rows", "plan_micro_batches"]
+
+_CPU_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,39 @@ class MicroBatching:
         """
         return cls(max_tokens=max_tokens) if dynamic or rows is None else cls(rows=rows)
 
+    def on(self, device: torch.device, longest: int) -> MicroBatching:
+        """The size to use where the longest row has this many tokens: a CPU gains nothing beyond what its caches hold.
 
-def plan_micro_batches(lengths: list[int], size: MicroBatching, at_least: int = 0) -> list[list[int]]:
+        A number of rows is left as it was asked for.
+        """
+        if self.max_tokens is None or device.type != "cpu":
+            return self
+        return MicroBatching(max_tokens=min(self.max_tokens, max(longest, _CPU_TOKENS)))
+
+
+def plan_micro_batches(
+    lengths: list[int], size: MicroBatching, at_least: int = 0, prompts: list[tuple[int, int]] | None = None
+) -> list[list[int]]:
     """Divide rows into micro-batches.
 
-    Under a token cap the rows are spread evenly over as few micro-batches as fit (the longest row first, each to the
-    micro-batch with the fewest tokens). With a fixed number of rows they are taken in order.
+    Under a token cap the rows are spread evenly over as few micro-batches as fit (the longest first, each to the
+    micro-batch with the fewest tokens), rows of one prompt together as far as the cap allows. With a fixed number of
+    rows they are taken in order.
 
     Args:
         lengths: tokens of each row.
         size: the bound of a micro-batch.
         at_least: number of micro-batches wanted, so that all ranks do the same number; the plan may hold empty ones.
+        prompts: the number of each row's prompt and how many tokens it has; rows of one prompt hold it once. None:
+            every row is its own.
 
     Returns:
-        Row indices of each micro-batch; within one, rows of equal length are neighbours.
+        Row indices of each micro-batch; within one, rows of one prompt are neighbours.
 
     Raises:
         ConfigError: one row alone exceeds the token cap.
     """
+    prompts = prompts or [(row, 0) for row in range(len(lengths))]
     if size.max_tokens is None:
         rows = size.rows
         if not rows or rows < 1:
@@ -71,17 +89,38 @@ def plan_micro_batches(lengths: list[int], size: MicroBatching, at_least: int = 
         plan = [list(range(start, min(start + rows, len(lengths)))) for start in range(0, len(lengths), rows)]
         plan += [[] for _ in range(at_least - len(plan))]
     else:
-        plan = _plan_under_cap(lengths, size.max_tokens, at_least)
-    return [sorted(rows, key=lambda row: (lengths[row], row)) for rows in plan]
+        units = _units(lengths, prompts, size.max_tokens)
+        tokens = [_tokens(unit, lengths, prompts) for unit in units]
+        plan = [[row for i in of for row in units[i]] for of in _plan_under_cap(tokens, size.max_tokens, at_least)]
+    return [sorted(rows, key=lambda row: (prompts[row][0], lengths[row], row)) for rows in plan]
 
 
-def _plan_under_cap(lengths: list[int], cap: int, at_least: int) -> list[list[int]]:
+def _units(lengths: list[int], prompts: list[tuple[int, int]], cap: int) -> list[list[int]]:
+    """Rows that stay together: those of one prompt, as many as fit under the cap."""
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > cap:
         raise ConfigError(
             f"row {longest} has {lengths[longest]} tokens, more than a micro-batch may hold "
             f"(max_token_len_per_gpu {cap}): raise that limit or shorten prompts and responses"
         )
+    units: list[list[int]] = []
+    open_unit: dict[int, tuple[list[int], int]] = {}
+    for row, (prompt, shared) in enumerate(prompts):
+        unit, room = open_unit.get(prompt, ([], 0))
+        if not unit or lengths[row] - shared > room:
+            unit, room = [], cap - shared
+            units.append(unit)
+        unit.append(row)
+        open_unit[prompt] = unit, room - (lengths[row] - shared)
+    return units
+
+
+def _tokens(rows: list[int], lengths: list[int], prompts: list[tuple[int, int]]) -> int:
+    """Tokens of these rows, a prompt that several have counted once."""
+    return sum(lengths[row] - prompts[row][1] for row in rows) + sum(dict(prompts[row] for row in rows).values())
+
+
+def _plan_under_cap(lengths: list[int], cap: int, at_least: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     fallback = _first_fit(order, lengths, cap)
     fewest = max(at_least, -(-sum(lengths) // cap))
@@ -147,6 +186,18 @@ class JaggedRows:
         return len(self.lengths)
 
     @cached_property
+    def prompts(self) -> list[tuple[int, int]]:
+        """For each row a number that rows of the same prompt share, positions included, and the prompt's tokens."""
+        ids, positions = self.token_ids.numpy(), self.position_ids.numpy()
+        numbers: dict[tuple[bytes, bytes], int] = {}
+        prompts = []
+        for start, length, response in zip(self.token_starts, self.lengths, self.response_lens):
+            part = slice(start, start + length - response)
+            number = numbers.setdefault((ids[part].tobytes(), positions[part].tobytes()), len(numbers))
+            prompts.append((number, length - response))
+        return prompts
+
+    @cached_property
     def response_offsets(self) -> torch.Tensor:
         """(B + 1) int64: where each row starts in the flat values of a response column, and the end.
 
@@ -191,7 +242,10 @@ class JaggedRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """One micro-batch: N tokens of b rows side by side, M of which are predicted response tokens.
+    """One micro-batch: N tokens of b rows side by side, which predict M response tokens.
+
+    A prompt that several rows continue stands there once, before its responses, and the last token of a row, which
+    predicts nothing, is left out.
 
     `input_ids`, `position_ids`: (1, N) int64. `predict`: (M) int64, where in the packed row the token *before* each
     response token stands. `labels`: (M) int64, the response tokens. `flat_index`: (M) int64, where each of them stands
@@ -211,7 +265,7 @@ class PackedRows:
         """Where entry m of a flat column lands in a (b * r) matrix, and r, the longest response."""
         width = max(self.response_lens, default=0)
         starts = [row * width for row in range(len(self.response_lens))]
-        return _ranges(starts, self.response_lens).to(self.labels.device), width
+        return ranges(starts, self.response_lens).to(self.labels.device), width
 
     def to_rows(self, flat: torch.Tensor) -> torch.Tensor:
         """(M) to (b, r), zero on the right of shorter responses; differentiable."""
@@ -225,23 +279,68 @@ class PackedRows:
 
 
 def pack_rows(batch: JaggedRows, rows: list[int], device: torch.device) -> PackedRows:
-    """Put rows of a batch side by side, in the order given."""
-    lengths = [batch.lengths[row] for row in rows]
+    """Put rows of a batch side by side, in the order given as far as their results are concerned."""
+    sequences, of_row = _sequences(batch, rows)
+    lengths = [length for _, length, _ in sequences]
+    tokens = ranges([start for start, _, _ in sequences], lengths)
+    starts = [0, *accumulate(lengths)]
     response_lens = [batch.response_lens[row] for row in rows]
-    tokens = _ranges([batch.token_starts[row] for row in rows], lengths)
-    starts = batch.response_offsets.tolist()
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
-    predict = _ranges([end - count - 1 for end, count in zip(ends, response_lens)], response_lens)
-    input_ids = batch.token_ids.index_select(0, tokens).long()
+    # The first response token is predicted by the prompt's last token, the others by the one before them.
+    first, others = [], []
+    for row, (prompt, own) in zip(rows, of_row):
+        behind = starts[prompt] + batch.prompts[row][1]
+        first.append(behind - 1)
+        others.append(behind if own is None else starts[own])
+    counts = [count for n in response_lens for count in ((1, n - 1) if n else (0, 0))]
+    predict = ranges([start for pair in zip(first, others) for start in pair], counts)
+    offsets = batch.response_offsets.tolist()
+    responses = [batch.token_starts[row] + batch.prompts[row][1] for row in rows]
+    labels = batch.token_ids.index_select(0, ranges(responses, response_lens)).long()
+    prefixes = tuple(prefix for _, _, prefix in sequences)
     return PackedRows(
-        input_ids=input_ids.unsqueeze(0).to(device),
+        input_ids=batch.token_ids.index_select(0, tokens).long().unsqueeze(0).to(device),
         position_ids=batch.position_ids.index_select(0, tokens).long().unsqueeze(0).to(device),
-        layout=PackedLayout(tuple(lengths), device),
+        layout=PackedLayout(tuple(lengths), device, prefixes if any(p >= 0 for p in prefixes) else None),
         predict=predict.to(device),
-        labels=input_ids.index_select(0, predict + 1).to(device),
-        flat_index=_ranges([starts[row] for row in rows], response_lens),
+        labels=labels.to(device),
+        flat_index=ranges([offsets[row] for row in rows], response_lens),
         response_lens=tuple(response_lens),
     )
+
+
+def _sequences(batch: JaggedRows, rows: list[int]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int | None]]]:
+    """The sequences of a packed row, and where each row finds its own.
+
+    Returns:
+        (start in the batch's flat tokens, length, number of the sequence before it or -1) of each sequence: rows that
+        share no prompt and prompts that are shared, then responses behind a prompt, similar ones as neighbours; and
+        for each row the sequence that holds its prompt and, where that is another, the one of its response.
+    """
+    rows_of_prompt: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        rows_of_prompt.setdefault(batch.prompts[row][0], []).append(i)
+
+    def read(i: int) -> int:
+        """Response tokens that row i reads: all but the last."""
+        return max(0, batch.response_lens[rows[i]] - 1)
+
+    roots = [
+        (batch.prompts[rows[of[0]]][1] + (read(of[0]) if len(of) == 1 else 0), of) for of in rows_of_prompt.values()
+    ]
+    roots.sort(key=lambda root: root[0])
+    of_row: list[tuple[int, int | None]] = [(0, None)] * len(rows)
+    sequences: list[tuple[int, int, int]] = []
+    shared: list[tuple[int, int, int, int]] = []
+    for number, (length, of) in enumerate(roots):
+        sequences.append((batch.token_starts[rows[of[0]]], length, -1))
+        for i in of:
+            of_row[i] = number, None
+            if len(of) > 1:
+                shared.append((length, read(i), i, number))
+    for prompt, length, i, number in sorted(shared):
+        of_row[i] = number, len(sequences)
+        sequences.append((batch.token_starts[rows[i]] + prompt, length, number))
+    return sequences, of_row
 
 
 def filler_rows(device: torch.device) -> PackedRows:
@@ -256,12 +355,3 @@ def filler_rows(device: torch.device) -> PackedRows:
         flat_index=torch.zeros(0, dtype=torch.int64),
         response_lens=(1,),
     )
-
-
-def _ranges(starts: list[int], lengths: list[int] | tuple[int, ...]) -> torch.Tensor:
-    """The integers [start, start + length) of every pair, one after the other."""
-    if not starts:
-        return torch.zeros(0, dtype=torch.int64)
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    offsets = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + offsets.repeat_interleave(counts)

@@ -152,14 +152,20 @@ class TrainingWorker:
 
     def _plan(self, groups: list[list[int]], batch: JaggedRows, size: MicroBatching) -> list[list[list[int]]]:
         """Micro-batches of each group of rows, equally many on every rank: their collectives must meet."""
-        own = [plan_micro_batches([batch.lengths[row] for row in rows], size) for rows in groups]
+        size = size.on(self.engine.device, max(batch.lengths, default=0))
+
+        def plan_of(rows: list[int], at_least: int = 0) -> list[list[int]]:
+            lengths, prompts = [batch.lengths[row] for row in rows], [batch.prompts[row] for row in rows]
+            return plan_micro_batches(lengths, size, at_least, prompts)
+
+        own = [plan_of(rows) for rows in groups]
         counts = torch.tensor([max(1, len(plan)) for plan in own], device=self.engine.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         plans = []
         for rows, plan, count in zip(groups, own, counts.tolist()):
             if len(plan) < count:
-                plan = plan_micro_batches([batch.lengths[row] for row in rows], size, at_least=count)
+                plan = plan_of(rows, at_least=count)
             plans.append([[rows[i] for i in micro] for micro in plan])
         return plans
 

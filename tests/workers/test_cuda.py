@@ -17,8 +17,9 @@ pytestmark = [
 ACTOR = "actor_rollout_ref.actor."
 
 
+@pytest.mark.parametrize("prefixes", [None, (-1, 0, -1, 2)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_flash_attention_equals_the_sliced_one(window: int | None) -> None:
+def test_flash_attention_equals_the_sliced_one(window: int | None, prefixes: tuple[int, ...] | None) -> None:
     lengths, device = (5, 1, 7, 7), torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 20, 64), (1, 2, 20, 64), (1, 2, 20, 64)]
@@ -26,7 +27,7 @@ def test_flash_attention_equals_the_sliced_one(window: int | None) -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         inputs = [tensor.to(device, dtype).requires_grad_() for tensor in states]
-        layout = PackedLayout(lengths, device)
+        layout = PackedLayout(lengths, device, prefixes)
         out, _ = packed_attention(nn.Identity(), *inputs, None, packed_rows=layout, sliding_window=window)
         out.float().square().sum().backward()
         results.append([out.float(), *(tensor.grad.float() for tensor in inputs)])

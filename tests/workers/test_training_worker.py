@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from workers_ranks import train_both, train_in_mixed_precision, uneven, with_old
-from workers_testing import Gradients, config, new_actor, padded_batch, run_ranks, worker_batch
+from workers_testing import PROMPT_WIDTH, Gradients, config, new_actor, padded_batch, run_ranks, worker_batch
 
 from ppo_lib.errors import BatchMismatchError
 from protocol import tensordict_utils as tu
 
 ACTOR = "actor_rollout_ref.actor."
+ALONE = (f"{ACTOR}ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1")
 NO_STEP = (f"{ACTOR}optim.lr=0", f"{ACTOR}grad_clip=null", f"{ACTOR}optim.weight_decay=0")
 
 
@@ -44,6 +45,27 @@ def test_packing_under_a_token_cap_gives_the_same_update_as_fixed_rows(tiny_mode
         final.append(train_both(0, 1, cfg))
     for one, other in zip(final[0]["metrics"], final[1]["metrics"]):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", ["max_token_len_per_gpu=70", "max_token_len_per_gpu=30", "micro_batch_size_per_gpu=4"])
+def test_prompts_computed_once_for_their_group_change_nothing(size: str, tiny_model: str) -> None:
+    batch = padded_batch(12)
+    for name in ("input_ids", "attention_mask", "position_ids"):  # three prompts of four responses each
+        batch[name][:, :PROMPT_WIDTH] = batch[name][[0] * 4 + [4] * 4 + [8] * 4, :PROMPT_WIDTH]
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    results = []
+    for sizes in ((f"{ACTOR}ppo_{size}", f"actor_rollout_ref.rollout.log_prob_{size}"), ALONE):
+        actor = new_actor(config(tiny_model, *NO_STEP, *sizes, f"{ACTOR}entropy_coeff=0.05"), role="actor")
+        td = worker_batch(batch, mini_batches=1, calculate_entropy=True)
+        before = actor.compute_log_prob(td)
+        recorded = Gradients(actor.actor.engine)
+        metrics = actor.update_actor(with_old(actor, td))
+        results.append((metrics, recorded.seen[0], before["log_probs"].values(), before["entropys"].values()))
+    ours, alone = results
+    assert ours[0] == pytest.approx(alone[0], rel=1e-5, abs=1e-6)
+    assert (ours[1] - alone[1]).norm() <= 1e-6 * alone[1].norm()
+    torch.testing.assert_close(ours[2], alone[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours[3], alone[3], rtol=0, atol=2e-6)
 
 
 def test_padding_of_the_batch_changes_no_gradient(tiny_model: str) -> None:

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from ppo_lib.algorithms.advantages.gae import compute_gae_advantage_return
     from ppo_lib.algorithms.advantages.grpo import compute_grpo_advantage
     from ppo_lib.algorithms.aggregate import Denominators, agg_loss, denominators_of
-    from ppo_lib.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
-    from ppo_lib.algorithms.loss_config import LossConfig
+    from ppo_lib.algorithms.kl import AdaptiveKLController, FixedKLController, full_kl, get_kl_controller, kl_penalty
+    from ppo_lib.algorithms.loss_config import LossConfig, PolicyLossSettings
     from ppo_lib.algorithms.masked import masked_mean, masked_sum, masked_whiten
     from ppo_lib.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
     from ppo_lib.algorithms.registry import (
         get_adv_estimator_fn,
+        get_of_mini_batch_fn,
         get_policy_loss_fn,
         register_adv_est,
         register_policy_loss,
@@ -26,14 +27,17 @@ _HOME = {
     "Denominators": "aggregate",
     "FixedKLController": "kl",
     "LossConfig": "loss_config",
+    "PolicyLossSettings": "loss_config",
     "agg_loss": "aggregate",
     "compute_gae_advantage_return": "advantages.gae",
     "compute_grpo_advantage": "advantages.grpo",
     "compute_policy_loss_vanilla": "policy_losses.vanilla",
     "compute_value_loss": "value_loss",
     "denominators_of": "aggregate",
+    "full_kl": "kl",
     "get_adv_estimator_fn": "registry",
     "get_kl_controller": "kl",
+    "get_of_mini_batch_fn": "registry",
     "get_policy_loss_fn": "registry",
     "kl_penalty": "kl",
     "masked_mean": "masked",
@@ -47,14 +51,17 @@ __all__ = [
     "Denominators",
     "FixedKLController",
     "LossConfig",
+    "PolicyLossSettings",
     "agg_loss",
     "compute_gae_advantage_return",
     "compute_grpo_advantage",
     "compute_policy_loss_vanilla",
     "compute_value_loss",
     "denominators_of",
+    "full_kl",
     "get_adv_estimator_fn",
     "get_kl_controller",
+    "get_of_mini_batch_fn",
     "get_policy_loss_fn",
     "kl_penalty",
     "masked_mean",

@@ -20,7 +20,7 @@ from ppo_lib.workers.distributed import build_mesh, ensure_process_group
 from ppo_lib.workers.fsdp_engine import FSDPEngine
 from ppo_lib.workers.loading import build_engine, load_policy
 from ppo_lib.workers.lora import adapter_off, is_adapter
-from ppo_lib.workers.losses import policy_loss
+from ppo_lib.workers.losses import of_mini_batch, policy_loss
 from ppo_lib.workers.metrics import gpu_memory_metrics
 from ppo_lib.workers.packing import MicroBatching, PackedRows
 from ppo_lib.workers.training_worker import Forward, TrainingWorker
@@ -64,6 +64,7 @@ class ActorRolloutRefWorker(Worker):
             fsdp = self.config.actor.fsdp_config
             self.actor = self._build(fsdp, device, self.config.actor.optim)
             self._loss_fn = policy_loss(self.config.actor, self.rollout_correction)
+            self._of_mini_batch = of_mini_batch(self.config.actor, self.rollout_correction)
         if self.role in _ACTOR_ROLES and self.role in _REF_ROLES and uses_lora(self.config.model):
             self.ref = self.actor  # without its adapter the policy is the reference: no second model
         elif self.role in _REF_ROLES:
@@ -131,6 +132,7 @@ class ActorRolloutRefWorker(Worker):
                 max_tokens=config.ppo_max_token_len_per_gpu,
             ),
             horizon=config.loss_scale_factor or self.config.rollout.response_length,
+            of_mini_batch=self._of_mini_batch,
             epochs=config.ppo_epochs,
             shuffle_seed=shuffle_seed(config, data),
         )

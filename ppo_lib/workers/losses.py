@@ -11,13 +11,14 @@ from ppo_lib.algorithms import (
     LossConfig,
     agg_loss,
     compute_value_loss,
+    get_of_mini_batch_fn,
     get_policy_loss_fn,
     kl_penalty,
 )
 from ppo_lib.config import policy_loss_mode
-from ppo_lib.workers.training_worker import LossFunction
+from ppo_lib.workers.training_worker import LossFunction, OfMiniBatch
 
-__all__ = ["policy_loss", "value_loss"]
+__all__ = ["of_mini_batch", "policy_loss", "value_loss"]
 
 
 def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
@@ -29,24 +30,22 @@ def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
     Columns: `advantages`, and where present `old_log_probs` (absent: the log-probabilities now, which is what they are
     when one step follows a rollout), `ref_log_prob` (needed with `use_kl_loss`), `rollout_is_weights`.
     """
-    policy_loss_fn = get_policy_loss_fn(
-        actor.policy_loss.loss_mode if correction is None else policy_loss_mode(actor, correction)
-    )
+    policy_loss_fn = get_policy_loss_fn(_loss_mode(actor, correction))
     mode = actor.loss_agg_mode
 
     def loss_fn(
-        outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators
+        outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators, found: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See `LossFunction`."""
         log_probs, mask = outputs["log_probs"], given["response_mask"]
-        old_log_probs = given["old_log_probs"] if "old_log_probs" in given else log_probs.detach()
+        old_log_probs = given.get("old_log_probs", log_probs.detach())
         loss, metrics = policy_loss_fn(
             old_log_probs,
             log_probs,
             given["advantages"],
             mask,
             mode,
-            LossConfig.from_actor(actor, denominators),
+            LossConfig.from_actor(actor, denominators, found),
             given.get("rollout_is_weights"),
         )
         metrics = {"pg_loss": loss.detach(), **metrics}
@@ -66,11 +65,30 @@ def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
     return loss_fn
 
 
+def of_mini_batch(actor: Any, correction: Any = None) -> OfMiniBatch | None:
+    """What the policy loss of an `actor` section has to find out from a whole mini-batch; None if nothing."""
+    find_out = get_of_mini_batch_fn(_loss_mode(actor, correction))
+    if find_out is None:
+        return None
+
+    def of_tokens(outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Any:
+        """See `OfMiniBatch`."""
+        log_probs = outputs["log_probs"]
+        old_log_probs = given.get("old_log_probs", log_probs)
+        return find_out(old_log_probs, log_probs, given["advantages"], LossConfig.from_actor(actor))
+
+    return of_tokens
+
+
+def _loss_mode(actor: Any, correction: Any) -> str:
+    return actor.policy_loss.loss_mode if correction is None else policy_loss_mode(actor, correction)
+
+
 def value_loss(critic: Any) -> LossFunction:
     """The clipped value loss of a `critic` section. Columns: `values`, `returns`."""
 
     def loss_fn(
-        outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators
+        outputs: dict[str, torch.Tensor], given: dict[str, torch.Tensor], denominators: Denominators, found: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See `LossFunction`."""
         loss, metrics = compute_value_loss(

@@ -7,7 +7,7 @@ or over ranks: a loss is a sum of contributions, each already divided by the den
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,19 @@ from ppo_lib.workers.fsdp_engine import FSDPEngine, StepReport
 from ppo_lib.workers.metrics import StepMetrics
 from ppo_lib.workers.packing import JaggedRows, MicroBatching, PackedRows, filler_rows, pack_rows, plan_micro_batches
 
-__all__ = ["Forward", "LossFunction", "TrainingWorker"]
+__all__ = ["Forward", "LossFunction", "OfMiniBatch", "TrainingWorker"]
 
 Forward: TypeAlias = Callable[[nn.Module, PackedRows], dict[str, torch.Tensor]]
 """(root module, packed rows) -> flat (M) results for their response tokens."""
 LossFunction: TypeAlias = Callable[
-    [dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators], tuple[torch.Tensor, dict[str, torch.Tensor]]
+    [dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]
 ]
-"""(outputs (b, r), columns (b, r), denominators) -> (loss, metrics), all contributions to their mini-batch."""
+"""(outputs (b, r), columns (b, r), denominators, found) -> (loss, metrics), all contributions to their mini-batch.
+
+`found` is what `OfMiniBatch` returned for it, and None where there is no such function or one call has it all."""
+OfMiniBatch: TypeAlias = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
+"""(outputs (N,), columns (N,)) of all tokens of a mini-batch with response_mask 1, over all ranks -> what a loss has to
+know of all of it."""
 
 
 class TrainingWorker:
@@ -75,6 +80,7 @@ class TrainingWorker:
         size: MicroBatching,
         *,
         horizon: float | None,
+        of_mini_batch: OfMiniBatch | None = None,
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> StepMetrics:
@@ -88,6 +94,8 @@ class TrainingWorker:
             columns: response columns the loss needs besides `response_mask`.
             size: bound of a micro-batch.
             horizon: constant length that `seq-mean-token-sum-norm` divides by.
+            of_mini_batch: what the loss has to find out from a whole mini-batch. It costs a forward pass more, but for
+                mini-batches that are one micro-batch on one rank.
             epochs: passes over the mini-batches.
             shuffle_seed: visit them in an order drawn from this seed, anew each epoch; None in ascending order.
 
@@ -110,7 +118,7 @@ class TrainingWorker:
                 for k in map(int, order):
                     denominators = Denominators(tokens[k], seqs[k], horizon)
                     contributions, report = self.train_mini_batch(
-                        module, batch, plans[k], flat, forward, loss_fn, denominators
+                        module, batch, plans[k], flat, forward, loss_fn, denominators, of_mini_batch
                     )
                     metrics.mean({**contributions, "grad_norm": report.grad_norm})
                     metrics.last({"lr": report.lr})
@@ -126,22 +134,51 @@ class TrainingWorker:
         forward: Forward,
         loss_fn: LossFunction,
         denominators: Denominators,
+        of_mini_batch: OfMiniBatch | None = None,
     ) -> tuple[dict[str, float], StepReport]:
         """One optimizer step; the metrics it returns are those of the whole mini-batch, over all ranks."""
-        engine = self.engine
+        engine, found = self.engine, None
+        if of_mini_batch is not None and (len(plan) > 1 or dist.get_world_size() > 1):
+            found = of_mini_batch(*self._whole_mini_batch(module, batch, plan, flat, forward))
         total: dict[str, torch.Tensor] = {}
         for index, rows in enumerate(plan):
-            packed = pack_rows(batch, rows, engine.device) if rows else filler_rows(engine.device)
-            with engine.precision.autocast():
-                outputs = forward(module, packed)
-            # (b, r) each; a filler's columns are all zero, its mask too, so that it contributes an exact zero
-            padded = {name: packed.to_rows(values) for name, values in outputs.items()}
-            given = {name: packed.gather(values) if rows else _blank(packed, values) for name, values in flat.items()}
-            loss, metrics = loss_fn(padded, given, denominators)
+            padded, given = self._micro_batch(module, batch, rows, flat, forward)
+            loss, metrics = loss_fn(padded, given, denominators, found)
             engine.backward(loss, last=index == len(plan) - 1)
             for name, value in metrics.items():
                 total[name] = total[name] + value.detach() if name in total else value.detach()
         return self._over_ranks(total), engine.step(apply=denominators.num_tokens > 0)
+
+    def _micro_batch(
+        self, module: nn.Module, batch: JaggedRows, rows: list[int], flat: dict[str, torch.Tensor], forward: Forward
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Outputs and columns of some rows, (b, r) each.
+
+        Without rows it is a filler: its columns are all zero, its mask too, so that it contributes an exact zero.
+        """
+        packed = pack_rows(batch, rows, self.engine.device) if rows else filler_rows(self.engine.device)
+        with self.engine.precision.autocast():
+            outputs = forward(module, packed)
+        padded = {name: packed.to_rows(values) for name, values in outputs.items()}
+        return padded, {name: packed.gather(x) if rows else _blank(packed, x) for name, x in flat.items()}
+
+    def _whole_mini_batch(
+        self,
+        module: nn.Module,
+        batch: JaggedRows,
+        plan: list[list[int]],
+        flat: dict[str, torch.Tensor],
+        forward: Forward,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Outputs before the step and columns, (N,) each, of the mini-batch's tokens that count, over all ranks."""
+        parts: list[dict[str, torch.Tensor]] = []
+        with torch.no_grad():
+            for rows in plan:
+                padded, given = self._micro_batch(module, batch, rows, flat, forward)
+                kept = given["response_mask"].bool()
+                parts.append({name: values[kept] for name, values in (padded | given).items()})
+        whole = {name: _gathered(torch.cat([part[name] for part in parts])) for name in parts[0]}
+        return {name: x for name, x in whole.items() if name not in flat}, {name: whole[name] for name in flat}
 
     def _over_ranks(self, contributions: dict[str, torch.Tensor]) -> dict[str, float]:
         names = sorted(contributions)
@@ -181,6 +218,18 @@ def _members(batch: JaggedRows, mini_batch: list[int], count: int, mask: torch.T
         if kept[row]:
             members[k].append(row)
     return members
+
+
+def _gathered(values: torch.Tensor) -> torch.Tensor:
+    """The (n,) of every rank, one after the other, on every rank."""
+    if dist.get_world_size() == 1:
+        return values
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(values)], device=values.device))
+    width = int(torch.cat(counts).max())
+    padded = [values.new_zeros(width) for _ in counts]
+    dist.all_gather(padded, torch.nn.functional.pad(values, (0, width - len(values))))
+    return torch.cat([part[: int(count)] for part, count in zip(padded, counts)])
 
 
 def _blank(packed: PackedRows, like: torch.Tensor) -> torch.Tensor:

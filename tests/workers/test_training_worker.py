@@ -7,6 +7,7 @@ import torch
 from workers_ranks import train_both, train_in_mixed_precision, uneven, with_old
 from workers_testing import PROMPT_WIDTH, Gradients, config, new_actor, padded_batch, run_ranks, worker_batch
 
+from ppo_lib.algorithms.names import POLICY_LOSSES
 from ppo_lib.errors import BatchMismatchError
 from protocol import tensordict_utils as tu
 
@@ -36,6 +37,26 @@ def test_any_number_of_micro_batches_gives_the_same_loss_and_gradient(mode: str,
         other_metrics, other = results[rows]
         assert (other - gradient).norm() <= 1e-5 * gradient.norm()
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+COVARIANCE = tuple(
+    f"{ACTOR}policy_loss.{setting}" for setting in ("clip_cov_ratio=0.2", "clip_cov_lb=-1", "kl_cov_ratio=0.2")
+)
+
+
+@pytest.mark.parametrize("loss", sorted(name for name, row in POLICY_LOSSES.items() if not row.bypass))
+def test_no_policy_loss_depends_on_micro_batches(loss: str, tiny_model: str) -> None:
+    results = []
+    for rows in (8, 2):
+        overrides = (f"{ACTOR}policy_loss.loss_mode={loss}", f"{ACTOR}ppo_micro_batch_size_per_gpu={rows}", *COVARIANCE)
+        actor = new_actor(config(tiny_model, *NO_STEP, *overrides), role="actor")
+        td = with_old(actor, worker_batch(padded_batch(8), mini_batches=1))
+        recorded = Gradients(actor.actor.engine)
+        results.append((actor.update_actor(td), recorded.seen[0]))
+    (metrics, gradient), (other_metrics, other) = results
+    assert gradient.norm() > 0.1
+    assert (other - gradient).norm() <= 1e-5 * gradient.norm()
+    assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
 def test_packing_under_a_token_cap_gives_the_same_update_as_fixed_rows(tiny_model: str) -> None:
@@ -183,6 +204,14 @@ def test_two_ranks_give_what_one_gives(setting: str, tiny_model: str) -> None:
     alone = train_both(0, 1, config(tiny_model, *losses), 3)
     together = run_ranks(train_both, 2, config(tiny_model, *losses, *SETTINGS[setting]), 3)
     assert together[0]["metrics"] == together[1]["metrics"]
+    assert_same(together[0], alone)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_two_ranks_choose_the_tokens_that_one_chooses(loss: str, tiny_model: str) -> None:
+    overrides = (f"{ACTOR}policy_loss.loss_mode={loss}", f"{ACTOR}ppo_micro_batch_size_per_gpu=1", *COVARIANCE)
+    alone = train_both(0, 1, config(tiny_model, *overrides))
+    together = run_ranks(train_both, 2, config(tiny_model, *overrides))
     assert_same(together[0], alone)
 
 

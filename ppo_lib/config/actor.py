@@ -18,6 +18,8 @@ class ActorFSDPConfig(TrainedFSDPConfig):
 
     entropy_from_logits_chunk_size: Positive | None = follow("${..entropy_from_logits_chunk_size}", None)
     """Response tokens whose logits exist at one time."""
+    use_torch_compile: bool = follow("${..use_torch_compile}", False)
+    """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""
 
 
 class RefFSDPConfig(FSDPConfig):
@@ -25,6 +27,8 @@ class RefFSDPConfig(FSDPConfig):
 
     entropy_from_logits_chunk_size: Positive | None = follow("${..entropy_from_logits_chunk_size}", None)
     """Response tokens whose logits exist at one time."""
+    use_torch_compile: bool = follow("${..use_torch_compile}", False)
+    """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""
 
 
 class PolicyLossConfig(ConfigModel):
@@ -103,6 +107,8 @@ class ActorConfig(ConfigModel):
     """Largest gradient norm; null or 0 does not clip."""
     entropy_from_logits_chunk_size: Positive | None = None
     """Response tokens whose logits exist at one time; null is as many as fit 64 MiB."""
+    use_torch_compile: bool = False
+    """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""
     recompute_old_log_probs: Literal["always", "auto"] = "always"
     """`auto` skips the pass before the update when one optimizer step follows a rollout, where it changes nothing."""
 
@@ -122,3 +128,5 @@ class RefConfig(ConfigModel):
         "${actor_rollout_ref.actor.entropy_from_logits_chunk_size}", None
     )
     """Response tokens whose logits exist at one time."""
+    use_torch_compile: bool = follow("${actor_rollout_ref.actor.use_torch_compile}", False)
+    """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""

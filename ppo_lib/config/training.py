@@ -70,6 +70,8 @@ class FSDPConfig(ConfigModel):
     """Type of the arithmetic: mixed precision on CUDA, autocast on a CPU with AVX512-bf16."""
     seed: int = follow("${trainer.seed}", 42)
     """Seed of what this model initialises by chance (a value head)."""
+    use_torch_compile: bool = False
+    """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""
     full_determinism: bool = False
     """Only deterministic kernels."""
 

@@ -187,6 +187,8 @@ def _engine(config: PPOConfig) -> str:
 
 
 def _check_optimizers(config: PPOConfig) -> None:
+    from ppo_lib.workers.optim import check_optimizer
+
     actor, critic = config.actor_rollout_ref.actor.optim, config.critic.optim
     for key, optim in (("actor_rollout_ref.actor", actor), ("critic", critic))[: 1 + need_critic(config)]:
         try:
@@ -198,6 +200,10 @@ def _check_optimizers(config: PPOConfig) -> None:
         if not hasattr(module, optim.optimizer):
             hint = did_you_mean(optim.optimizer, vars(module))
             raise ConfigError(f"{key}.optim.optimizer={optim.optimizer} is not in {optim.optimizer_impl}{hint}")
+        try:
+            check_optimizer(optim)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.{error}") from None
 
 
 def _check_ranks(config: PPOConfig, device: str, cores: int) -> None:

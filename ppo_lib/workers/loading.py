@@ -28,7 +28,7 @@ from ppo_lib.workers.packing import JaggedRows, pack_rows
 from ppo_lib.workers.precision import Precision
 from protocol import tensordict_utils as tu
 
-__all__ = ["build_engine", "check_packing", "load_policy", "load_value_model"]
+__all__ = ["build_engine", "check_packing", "compile_blocks", "load_policy", "load_value_model"]
 
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,11 @@ def build_engine(
     module.to(parse_dtype(fsdp.model_dtype))
     if model.enable_gradient_checkpointing and optim is not None:
         module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    if fsdp.use_torch_compile and device.type != "cpu":
+        compile_blocks(_blocks(module.model))
+    elif fsdp.use_torch_compile and reads:
+        logger.warning("use_torch_compile changes nothing on a CPU, where compiled code is no faster")
 
     precision = Precision.of(fsdp.dtype, device)
     whole = dict(module.named_parameters()) if reads and dist.get_world_size() > 1 else {}
@@ -211,6 +216,17 @@ def _blocks(network: Any) -> list[nn.Module]:
     """The decoder layers, as the family names them."""
     kinds = set(network._no_split_modules or ())
     return [module for module in network.modules() if type(module).__name__ in kinds]
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Compile what lies around the attention of each block, in place, for any number of tokens.
+
+    Attention itself is one kernel already, and its layout, a Python object, would be compiled in anew for each batch.
+    """
+    for block in blocks:
+        for part in block.children():
+            if "Attention" not in type(part).__name__:
+                part.compile(dynamic=True)
 
 
 def _spread(module: nn.Module, whole: dict[str, torch.Tensor], fsdp: Any, device: torch.device, reads: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ppo_lib.errors import ConfigError
 
-__all__ = ["LearningRate", "build_optimizer"]
+__all__ = ["LearningRate", "build_optimizer", "check_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: Any) -> tor
     Adam and AdamW of torch run fused (one pass over the memory) unless `override_optimizer_config` decides otherwise.
 
     Raises:
-        ConfigError: there is no such class, or it does not take these arguments.
+        ConfigError: there is no such class, it needs more than a gradient, or it does not take these arguments.
     """
     try:
         cls = getattr(import_module(optim.optimizer_impl), optim.optimizer)
@@ -93,12 +93,36 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: Any) -> tor
     arguments = {name: value for name, value in arguments.items() if name in known}
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         arguments["fused"] = True
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optim.optimizer={optim.optimizer!r} evaluates the loss several times a step (its step needs a closure), "
+            f"and here a gradient is accumulated once; use AdamW or another first-order optimizer"
+        )
     override = dict(optim.override_optimizer_config or {})
     if "foreach" in override:
         arguments.pop("fused", None)
     try:
         return cls(parameters, **(arguments | override))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{optim.optimizer_impl}.{optim.optimizer}: {error}; see optim.override_optimizer_config"
         ) from error
+
+
+def check_optimizer(optim: Any) -> None:
+    """Build the optimizer of a section and, where it is torch's own, let it take one step on a small matrix and vector.
+
+    Raises:
+        ConfigError: as `build_optimizer`, and where the step fails.
+    """
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,))]
+    optimizer = build_optimizer(parameters, optim)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if optim.optimizer_impl.partition(".")[0] != "torch":
+        return  # it may need a GPU
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ConfigError(f"optim.optimizer={optim.optimizer!r} cannot take a step: {error}") from error

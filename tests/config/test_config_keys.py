@@ -21,6 +21,10 @@ OPEN = ("ray_kwargs.ray_init",)  # sections that pass on whatever they are given
 OTHER_DEFAULTS = {
     "actor_rollout_ref.actor.entropy_from_logits_chunk_size": "null: as many as fit 64 MiB",
     "actor_rollout_ref.ref.entropy_from_logits_chunk_size": "follows the actor's",
+    "actor_rollout_ref.actor.use_torch_compile": "false: compiling costs minutes and pays only in long runs",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": "follows the key one level up",
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": "follows the key one level up",
+    "critic.fsdp.use_torch_compile": "false, as the actor's",
     "actor_rollout_ref.actor.clip_ratio_low": "follows clip_ratio",
     "actor_rollout_ref.actor.clip_ratio_high": "follows clip_ratio",
     "actor_rollout_ref.rollout.name": "auto",

@@ -21,6 +21,7 @@ from workers_testing import (
 )
 
 from ppo_lib.errors import ConfigError, ModelError
+from ppo_lib.workers.loading import compile_blocks
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -158,3 +159,30 @@ def test_all_ranks_raise_what_rank_zero_met(tmp_path: Path) -> None:
     messages = run_ranks(fails_to_load, 2, config(path))
     assert "caps its scores" in messages[0]
     assert messages[0] == messages[1]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_numbers_of_plain_ones(tiny_model: str) -> None:
+    """On a CPU, where a C++ compiler stands in for what a GPU would run."""
+    cfg = config(tiny_model, "actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    plain, compiled = new_actor(cfg, role="actor"), new_actor(cfg, role="actor")
+    blocks = list(compiled.actor.engine.module.model.model.layers)
+    compile_blocks(blocks)
+    assert [name for name, part in blocks[0].named_children() if part._compiled_call_impl is not None] == [
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    for seed in (0, 1):  # other lengths, the same code
+        td = worker_batch(padded_batch(6, seed=seed))
+        metrics = [actor.update_actor(td) for actor in (plain, compiled)]
+        assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    one, other = plain.full_state_dict(), compiled.full_state_dict()
+    assert all((tensor - other[name]).norm() <= 1e-4 * tensor.norm() for name, tensor in one.items())
+
+
+def test_compiling_on_a_cpu_is_one_line(tiny_model: str, caplog: pytest.LogCaptureFixture) -> None:
+    new_actor(config(tiny_model, "actor_rollout_ref.actor.use_torch_compile=true"), role="actor")
+    assert [r.getMessage() for r in caplog.records if "compile" in r.getMessage()] == [
+        "use_torch_compile changes nothing on a CPU, where compiled code is no faster"
+    ]

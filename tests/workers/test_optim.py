@@ -9,7 +9,7 @@ import torch
 
 from ppo_lib.config.training import OptimConfig
 from ppo_lib.errors import ConfigError
-from ppo_lib.workers.optim import LearningRate, build_optimizer
+from ppo_lib.workers.optim import LearningRate, build_optimizer, check_optimizer
 
 
 def rates(steps: int, **settings: Any) -> list[float]:
@@ -79,8 +79,20 @@ def test_another_optimizer_by_name_takes_what_it_knows() -> None:
         ({"optimizer": "AdamWW"}, "optim.optimizer='AdamWW' is not in optim.optimizer_impl='torch.optim'"),
         ({"optimizer_impl": "no_such_module"}, "no_such_module"),
         ({"override_optimizer_config": {"momemtum": 1}}, "momemtum"),
+        ({"optimizer": "LBFGS"}, "optimizer='LBFGS' evaluates the loss several times a step"),
     ],
 )
 def test_unknown_optimizers_and_arguments_are_errors(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizer([parameter()], SimpleNamespace(**{**OptimConfig().model_dump(), **settings}))
+
+
+def test_an_optimizer_that_cannot_step_is_told_before_there_is_a_model() -> None:
+    check_optimizer(OptimConfig())
+    check_optimizer(OptimConfig(optimizer="SGD"))
+    with pytest.raises(ConfigError, match=r"torch\.optim\.Muon: Muon only supports 2D"):
+        check_optimizer(OptimConfig(optimizer="Muon"))
+    with pytest.raises(
+        ConfigError, match="optimizer='SparseAdam' cannot take a step: SparseAdam does not support dense"
+    ):
+        check_optimizer(OptimConfig(optimizer="SparseAdam"))

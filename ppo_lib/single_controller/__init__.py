@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ppo_lib.single_controller.colocate import ColocatedWorkers, RayClassWithInitArgs, create_colocated_worker_cls
     from ppo_lib.single_controller.decorator import Dispatch, Execute, register
-    from ppo_lib.single_controller.dispatch import DispatchContext, DispatchMode, register_dispatch_mode
+    from ppo_lib.single_controller.dispatch import (
+        DispatchContext,
+        DispatchMode,
+        make_nd_compute_dataproto_dispatch_fn,
+        register_dispatch_mode,
+    )
     from ppo_lib.single_controller.future import DataProtoFuture
     from ppo_lib.single_controller.local_group import LocalWorkerGroup
     from ppo_lib.single_controller.ray_group import RayWorkerGroup
@@ -40,6 +45,7 @@ _HOME = {
     "available_cores": "ray_runtime",
     "create_colocated_worker_cls": "colocate",
     "ensure_ray": "ray_runtime",
+    "make_nd_compute_dataproto_dispatch_fn": "dispatch",
     "register": "decorator",
     "register_dispatch_mode": "dispatch",
 }
@@ -62,6 +68,7 @@ __all__ = [
     "available_cores",
     "create_colocated_worker_cls",
     "ensure_ray",
+    "make_nd_compute_dataproto_dispatch_fn",
     "register",
     "register_dispatch_mode",
 ]

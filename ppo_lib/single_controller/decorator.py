@@ -33,6 +33,8 @@ class Dispatch(Enum):
     """The same as ALL_TO_ALL, for entries that are one data-parallel rank's share of the work."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Batches are cut into contiguous runs of rows, other arguments go to every rank; gives one batch, in order."""
+    DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
+    """The same, with a function as the first argument, which every rank gets."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Split like DP_COMPUTE_PROTO; every rank returns the same (already reduced) result, and rank 0's is given."""
 

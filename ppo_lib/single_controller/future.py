@@ -16,8 +16,8 @@ _NOT_YET = object()
 class DataProtoFuture:
     """What a method registered with `blocking=False` returns.
 
-    `get()` waits and gives what a blocking call would have given. Passed as an argument to another method that splits
-    rows over as many ranks, it hands each rank what that rank produced, without a way through the driver.
+    `get()` waits and gives what a blocking call would have given. Passed as an argument to another method that cuts
+    rows into as many shares, it hands each rank the share that it needs, without a way through the driver.
     """
 
     def __init__(
@@ -43,6 +43,11 @@ class DataProtoFuture:
             outputs = self.group.gather(self.method, self.handles, timeout_s)
             self._result = self.mode.collect(self.context, outputs)
         return self._result
+
+    def shares(self) -> list[Any]:
+        """The handle of each share of the rows, in order; the driver need not have waited for any."""
+        holders = self.context.holders or range(self.context.world_size)
+        return [self.handles[rank] for rank in holders]
 
     def done(self) -> bool:
         """Whether `get` would return, or raise, without waiting."""

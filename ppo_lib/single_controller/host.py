@@ -73,7 +73,11 @@ class WorkerHost:
         for role, member in members.items():
             self._workers[role] = member.build()
 
-    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a worker's method; TensorDicts are decoded on the way in and encoded on the way out."""
+    def call(self, role: str, method: str, answers: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run a worker's method; TensorDicts are decoded on the way in and encoded on the way out.
+
+        Without `answers` the result stays here: another rank's is the one that counts.
+        """
         args, kwargs = unpack(args), unpack(kwargs)
-        return pack(getattr(self._workers[role], method)(*args, **kwargs))
+        result = getattr(self._workers[role], method)(*args, **kwargs)
+        return pack(result) if answers else None

@@ -108,7 +108,9 @@ class RankActors:
             raise WorkerDiedError(f"{role}.{method}: the workers of this group are gone, because {self._ended}")
         put = _PutOnce()
         return [
-            actor.call.remote(role, method, *map(put, call.args), **{k: put(v) for k, v in call.kwargs.items()})
+            actor.call.remote(
+                role, method, call.answers, *map(put, call.args), **{k: put(v) for k, v in call.kwargs.items()}
+            )
             for actor, call in zip(self.actors, calls)
         ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ppo_lib.errors import ConfigError
+
 __all__ = ["Worker"]
 
 
@@ -22,6 +24,7 @@ class Worker:
     world_size: int
     local_rank: int
     local_world_size: int
+    _meshes: dict[str, tuple[int, bool]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         """Read the place of this process."""
@@ -30,4 +33,24 @@ class Worker:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._meshes = {}
         return self
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Tell which share of the rows this rank works on in methods dispatched over `mesh_name`.
+
+        Args:
+            mesh_name: as given to `make_nd_compute_dataproto_dispatch_fn`.
+            dp_rank: this rank's data-parallel rank; ranks that share one get the same rows.
+            is_collect: whether this rank's answer is the one of its data-parallel rank.
+        """
+        self._meshes[mesh_name] = (dp_rank, is_collect)
+
+    def _query_dispatch_info(self, mesh_name: str) -> tuple[int, bool]:
+        """What this rank has told; asked by the group at the first call."""
+        if mesh_name not in self._meshes:
+            raise ConfigError(
+                f"{type(self).__name__} has not told its place in mesh {mesh_name!r}: call "
+                f"_register_dispatch_collect_info({mesh_name!r}, dp_rank, is_collect) before the first call"
+            )
+        return self._meshes[mesh_name]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ppo_lib.errors import ConfigError
 from ppo_lib.single_controller.colocate import ColocatedWorkers, RayClassWithInitArgs
 from ppo_lib.single_controller.decorator import Dispatch, Registration, registered_methods
-from ppo_lib.single_controller.dispatch import DispatchContext, DispatchMode, RankCall, dispatch_mode
+from ppo_lib.single_controller.dispatch import DispatchContext, DispatchMode, RankCall, dispatch_mode, mesh_layout
 from ppo_lib.single_controller.future import DataProtoFuture
 
 __all__ = ["WorkerGroup", "members_of"]
@@ -40,6 +40,7 @@ class WorkerGroup:
     def __init__(self, members: dict[str, RayClassWithInitArgs], world_size: int) -> None:
         self.members = members
         self.world_size = world_size
+        self._meshes: dict[str, tuple[list[int], list[int]]] = {}
         self.role = next(iter(members)) if len(members) == 1 else "+".join(members)
         if len(members) == 1:
             self._bind(members[self.role].cls)
@@ -102,6 +103,13 @@ class WorkerGroup:
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """`execute_rank_zero_sync` without waiting."""
         return self._start(method, Dispatch.RANK_ZERO, args, kwargs)
+
+    def mesh_of(self, mesh_name: str) -> tuple[list[int], list[int]]:
+        """(share of each rank, rank that answers for each share) of a mesh, as the ranks tell; asked once."""
+        if mesh_name not in self._meshes:
+            told = self.execute_all_sync("_query_dispatch_info", mesh_name)
+            self._meshes[mesh_name] = mesh_layout(mesh_name, told, self.role)
+        return self._meshes[mesh_name]
 
     def _start(
         self, method: str, mode: Dispatch | str | DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from ppo_lib.errors import BatchMismatchError, ConfigError
 from ppo_lib.single_controller import Dispatch, DispatchContext, register_dispatch_mode
-from ppo_lib.single_controller.dispatch import DispatchMode, dispatch_mode
+from ppo_lib.single_controller.dispatch import DispatchMode, dispatch_mode, mesh_layout
 from protocol import DataProto
 from protocol import tensordict_utils as tu
 
@@ -172,3 +172,14 @@ def test_a_split_that_forgets_a_rank_is_an_error():
     mode = DispatchMode(lambda context, x: (([x],), {}), lambda context, outputs: outputs)
     with pytest.raises(BatchMismatchError, match="argument 0 was split into 1 parts for 2 ranks"):
         spread(mode, 2, lambda x: x, 1)
+
+
+def test_what_the_ranks_of_a_mesh_told_gives_shares_and_who_answers():
+    told = [(1, False), (0, True), (1, True), (0, False)]
+    assert mesh_layout("dp", told, "actor") == ([1, 0, 1, 0], [1, 2])
+
+
+@pytest.mark.parametrize("told", [[(0, False), (1, True)], [(0, True), (0, True)], [(0, True), (2, True)]])
+def test_a_mesh_needs_every_data_parallel_rank_and_one_that_collects(told):
+    with pytest.raises(ConfigError, match="exactly one rank of each must collect"):
+        mesh_layout("dp", told, "actor")

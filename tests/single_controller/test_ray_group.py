@@ -23,8 +23,10 @@ from ppo_lib.single_controller import (
     Role,
     Worker,
     create_colocated_worker_cls,
+    make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from ppo_lib.single_controller.future import _NOT_YET
 from protocol import DataProto
 from protocol import tensordict_utils as tu
 
@@ -60,6 +62,24 @@ class Scale(Worker):
         result.rename_key_("y", "x")
         result["pid"] = torch.full((len(batch),), os.getpid())
         return result
+
+    @register()
+    def tell(self, mesh_name: str, places: list) -> None:
+        self._register_dispatch_collect_info(mesh_name, *places[self.rank])
+
+    @register(make_nd_compute_dataproto_dispatch_fn("together"))
+    def scale_together(self, batch: TensorDict) -> TensorDict:
+        return self.scale(batch)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("swapped"), blocking=False)
+    def scale_swapped(self, batch: TensorDict) -> TensorDict:
+        result = self.scale(batch)
+        result.rename_key_("y", "x")
+        return result
+
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def map_rows(self, function, batch: TensorDict, by: int) -> TensorDict:
+        return function(batch, by, self.rank)
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def total(self, batch: TensorDict) -> dict[str, float]:
@@ -158,13 +178,74 @@ def test_a_future_hands_each_rank_its_own_rows(groups):
     assert future.done()
 
 
-def test_a_future_of_padded_rows_is_collected_first(groups):
+def test_a_future_of_padded_rows_goes_on_with_its_padding(groups):
     batch = jagged_batch([1, 2, 3])
-    assert rows_of(groups["critic"].scale(groups["actor"].scale_later(batch))["y"]) == [
-        [15 * x for x in row] for row in rows_of(batch["x"])
-    ]
+    future = groups["actor"].scale_later(batch)
+    assert rows_of(groups["critic"].scale(future)["y"]) == [[15 * x for x in row] for row in rows_of(batch["x"])]
+    assert future._result is _NOT_YET
     with pytest.raises(BatchMismatchError, match="same number of rows"):
         groups["actor"]._start("scale", Dispatch.DP_COMPUTE_PROTO, (groups["actor"].scale_later(batch), batch[:2]), {})
+
+
+def test_a_chain_of_futures_never_comes_to_the_driver(groups, monkeypatch):
+    import ray
+
+    fetched, get = [], ray.get
+    monkeypatch.setattr(ray, "get", lambda refs, **kwargs: fetched.append(refs) or get(refs, **kwargs))
+    batch = jagged_batch([40_000, 50_000, 60_000])  # more than Ray would send along with the answer
+    first = groups["actor"].scale_later(batch)
+    second = groups["critic"].scale_later(first)
+    result = groups["actor"].scale(second)
+    assert torch.equal(result["y"].values(), 3 * 5 * 3 * batch["x"].values())
+    handles = {*first.handles, *second.handles}
+    assert not handles & set(fetched)
+    assert len(fetched) == 2  # the two shares of the last answer
+
+
+def test_a_mesh_sends_one_share_to_the_ranks_of_a_data_parallel_rank_and_hears_the_one_that_collects(
+    groups, monkeypatch
+):
+    import ray
+
+    actor, batch = groups["actor"], jagged_batch([1, 2, 3])
+    with pytest.raises(ConfigError, match="Scale has not told its place in mesh 'together'"):
+        actor.scale_together(batch)
+    actor.tell("together", [(0, False), (0, True)])
+    actor.scale_together(batch)  # the group asks once
+    stored, put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
+    result = actor.scale_together(batch)
+    assert rows_of(result["y"]) == [[3 * x for x in row] for row in rows_of(batch["x"])]
+    assert result["by"].tolist() == [1, 1, 1]
+    assert len(stored) == 1  # for both ranks
+    future = actor._start("scale", make_nd_compute_dataproto_dispatch_fn("together"), (batch,), {})
+    assert ray.get(future.handles[0]) is None  # the other rank's rows do not travel
+    assert future.get()["by"].tolist() == [1, 1, 1]
+
+
+def test_a_mesh_may_number_its_ranks_as_it_likes_and_feeds_the_next_call(groups):
+    actor, batch = groups["actor"], jagged_batch([1, 2, 3])
+    actor.tell("swapped", [(1, True), (0, True)])
+    future = actor.scale_swapped(batch)
+    result = groups["critic"].scale(future)  # rank 0 gets the share that rank 1 of the actor holds
+    assert rows_of(result["y"]) == [[15 * x for x in row] for row in rows_of(batch["x"])]
+    assert future._result is _NOT_YET
+    assert future.get()["by"].tolist() == [1, 1, 0]
+
+
+def test_a_function_goes_to_every_rank(groups):
+    batch = jagged_batch([1, 2, 3])
+
+    def add(rows: TensorDict, by: int, rank: int) -> TensorDict:
+        x = rows["x"]
+        y = torch.nested.nested_tensor_from_jagged(x.values() + by, x.offsets())
+        return TensorDict({"y": y, "rank": torch.full((len(rows),), rank)}, batch_size=rows.batch_size)
+
+    result = groups["actor"].map_rows(add, batch, by=7)
+    assert rows_of(result["y"]) == [[x + 7 for x in row] for row in rows_of(batch["x"])]
+    assert result["rank"].tolist() == [0, 0, 1]
+    with pytest.raises(BatchMismatchError, match="first argument must be a function; it is a TensorDict"):
+        groups["actor"].map_rows(batch, batch, by=7)
 
 
 def test_what_all_ranks_share_is_stored_once(groups, monkeypatch):

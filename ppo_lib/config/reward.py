@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, OpenDict, Workers
+from ppo_lib.config.base import ConfigModel, OpenDict, Positive, Workers, follow
 
 
 class CustomRewardConfig(ConfigModel):
@@ -51,5 +51,7 @@ class RewardConfig(ConfigModel):
     """What turns a response into one score."""
     reward_kwargs: OpenDict = {}
     """Passed to the reward manager as keyword arguments."""
+    max_response_length: Positive = follow("${data.max_response_length}", 512)
+    """Most tokens of a response, for managers that penalise long ones; null follows `data.max_response_length`."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds one score may take; null is no limit of its own."""

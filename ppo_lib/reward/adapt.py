@@ -106,7 +106,11 @@ def check_dataset(config: Any, dataset: Any) -> None:
     """
     load_reward_fn(config)
     own = config.custom_reward_function.path or config.reward_manager.source != "register"
-    if own or config.reward_manager.name != "naive" or not (hasattr(dataset, "column") and hasattr(dataset, "where")):
+    if (
+        own
+        or config.reward_manager.name not in ("naive", "dapo")
+        or not (hasattr(dataset, "column") and hasattr(dataset, "where"))
+    ):
         return
     key = dataset.config.reward_fn_key
     for index, (source, rule) in enumerate(zip(dataset.column(key), dataset.column("reward_model"))):

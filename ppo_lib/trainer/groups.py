@@ -36,7 +36,7 @@ def take_baselines(data: DataProto) -> DataProto:
     baselines = {prompt[row]: scores[row] for row in greedy.nonzero().flatten().tolist()}
     sampled = (~greedy).nonzero().flatten()
     if missing := sorted({prompt[row] for row in sampled.tolist()} - baselines.keys()):
-        raise RolloutError(f"the prompt of row {missing[0]} came back without its greedy response")
+        raise RolloutError(f"prompt {missing[0]} of the batch came back without its greedy response")
     data = data[sampled]
     data.batch["reward_baselines"] = torch.tensor([baselines[prompt[row]] for row in sampled.tolist()])
     data.pop(batch_keys=["greedy"])

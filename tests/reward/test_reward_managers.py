@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from reward_testing import reward_config, sample
 
+from ppo_lib.config import load_config
 from ppo_lib.errors import ConfigError, RewardError
 from ppo_lib.reward import RewardLoopManager, RewardManager, RewardResult, register_reward_manager
-from ppo_lib.reward.managers import MANAGERS
+from ppo_lib.reward.managers import MANAGERS, DapoRewardManager, check_manager
 
 MINE = """
 from ppo_lib.reward import RewardManager, RewardResult
@@ -94,3 +96,58 @@ def test_a_registered_manager_is_found_by_name_and_a_name_is_taken_once(tokenize
             register_reward_manager("mine")(type("Other", (RewardManager,), {}))
     finally:
         MANAGERS.pop("mine", None)
+
+
+def dapo(scorer, **kwargs):
+    return reward_config(scorer, reward_manager={"name": "dapo"}, reward_kwargs=kwargs)
+
+
+BUFFER = {"enable": True, "len": 4, "penalty_factor": 0.5}
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, -0.125), (8, -0.25), (10, -0.5)])
+def test_dapo_penalises_the_last_tokens_that_fit_evenly(tmp_path, tokenizer, tokens, penalty):
+    (tmp_path / "score.py").write_text(SCORER)
+    manager = RewardLoopManager(
+        dapo(str(tmp_path / "score.py"), overlong_buffer_cfg={**BUFFER, "log": True}, max_resp_len=10), tokenizer
+    )
+    try:
+        result = asyncio.run(manager.score(replace(sample("4"), response_ids=[5] * tokens)))
+    finally:
+        manager.close()
+    assert result == RewardResult(4.0 + penalty, {"acc": 4.0, "overlong_reward": penalty, "overlong": penalty < 0})
+
+
+def test_dapo_without_a_buffer_is_the_scorers_answer_with_an_acc(tmp_path, tokenizer):
+    (tmp_path / "score.py").write_text(SCORER)
+    assert run(dapo(str(tmp_path / "score.py")), tokenizer) == RewardResult(4.0, {"acc": 4.0})
+    (tmp_path / "own.py").write_text(SCORER.replace("float(solution_str)", "{'score': 1.0, 'acc': 0.25}"))
+    config = dapo(str(tmp_path / "own.py"), overlong_buffer_cfg={**BUFFER}, max_resp_len=10)
+    assert run(config, tokenizer) == RewardResult(1.0, {"acc": 0.25})
+
+
+def test_the_longest_response_follows_the_data_section():
+    keys = ["reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 9}"]
+    assert check_manager(load_config(overrides=[*keys, "data.max_response_length=10"]).reward) is DapoRewardManager
+    with pytest.raises(ConfigError, match="from 1 to 8 tokens"):
+        check_manager(load_config(overrides=[*keys, "data.max_response_length=8"]).reward)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        ({**BUFFER, "len": 11}, "from 1 to 10 tokens"),
+        ({**BUFFER, "len": 0}, "from 1 to 10 tokens"),
+        ({**BUFFER, "penalty_factor": -1}, "would reward length"),
+        ({**BUFFER, "length": 3}, "overlong_buffer_cfg.length is not a key"),
+        (3, "expected enable, len, penalty_factor, log"),
+    ],
+)
+def test_a_penalty_that_cannot_work_is_told_before_the_run(tokenizer, buffer, said):
+    with pytest.raises(ConfigError, match=said):
+        RewardLoopManager(dapo(None, overlong_buffer_cfg=buffer, max_resp_len=10), tokenizer)
+
+
+def test_an_overlong_penalty_under_another_manager_says_which_manager_takes_it(tokenizer):
+    with pytest.raises(ConfigError, match=r"Set reward.reward_manager.name=dapo"):
+        RewardLoopManager(reward_config(reward_kwargs={"overlong_buffer_cfg": BUFFER}), tokenizer)

@@ -61,6 +61,13 @@ def correct_rollouts(
     return Correction(weights, torch.where(left, response_mask, torch.zeros_like(response_mask)), metrics)
 
 
+def importance_weights(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any) -> Tensor:
+    """(B, R) float32 bounded ratios as `rollout_is` and `rollout_is_threshold` say, not normalised; 0 off the mask."""
+    kept = response_mask.bool()
+    ratios = importance_ratios(log_ratio(log_prob, rollout_log_prob, kept), kept, config.rollout_is)
+    return bounded(ratios, importance_bounds(config.rollout_is_threshold))
+
+
 def importance_ratios(log_r: Tensor, kept: Tensor, level: str) -> Tensor:
     """(B, R) ratios: each token's own (`token`), or the product over its response (`sequence`); 0 off the mask."""
     if level == "sequence":

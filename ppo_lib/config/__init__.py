@@ -19,6 +19,7 @@ from ppo_lib.config.needs import (
     need_sum_pi_squared,
     policy_loss_mode,
     reads_field,
+    weighs_in_update,
     worker_count,
 )
 from ppo_lib.config.ppo import PPOConfig
@@ -61,5 +62,6 @@ __all__ = [
     "policy_loss_mode",
     "reads_field",
     "step_arithmetic",
+    "weighs_in_update",
     "worker_count",
 ]

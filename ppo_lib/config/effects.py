@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_lib.algorithms import names
 from ppo_lib.config.arithmetic import uses_token_cap
-from ppo_lib.config.needs import estimator_reads, need_critic, need_reference_policy, policy_loss_mode, uses_lora
+from ppo_lib.config.needs import (
+    estimator_reads,
+    need_critic,
+    need_reference_policy,
+    policy_loss_mode,
+    uses_lora,
+    weighs_in_update,
+)
 from ppo_lib.config.references import fields_of
 from ppo_lib.config.tree import Path, copy, dotted
 
@@ -146,8 +153,8 @@ def _correction_rows(config: PPOConfig) -> Iterator[Row]:
     weighted = correction.rollout_is is not None
     loss = policy_loss_mode(config.actor_rollout_ref.actor, correction)
     if correction.bypass_mode:
-        yield f"{key}.rollout_is", loss != "reinforce", f"in bypass mode the ratio of {loss} is the importance weight"
-        weighted = weighted and loss == "reinforce"
+        weighted = weighs_in_update(loss, correction)
+        yield f"{key}.rollout_is", not weighted, f"in bypass mode reinforce weighs, and the policy loss is {loss}"
     for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
         yield f"{key}.{name}", not weighted, "no importance weights are taken"
     yield f"{key}.rollout_rs_threshold", correction.rollout_rs is None, "rollout_rs is null"

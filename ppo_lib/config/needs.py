@@ -54,6 +54,11 @@ def policy_loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) ->
     return correction.loss_type if correction.bypass_mode and mode == "vanilla" else mode
 
 
+def weighs_in_update(loss_mode: str, correction: RolloutCorrectionConfig) -> bool:
+    """Whether the policy loss is weighed by the policy of each update step over the rollout's: reinforce's bypass."""
+    return correction.bypass_mode and correction.rollout_is is not None and loss_mode == "reinforce"
+
+
 def need_old_log_probs(config: PPOConfig) -> bool:
     """Whether the actor's log-probs are computed before the update.
 

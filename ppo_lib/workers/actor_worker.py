@@ -86,8 +86,12 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
-        """`log_probs` (B, r_i) float32 of the responses under the policy; with `calculate_entropy`, `entropys` too."""
-        forward = _forward(data, with_entropy=bool(tu.get(data, "calculate_entropy")))
+        """`log_probs` (B, r_i) float32 of the responses under the policy.
+
+        With `calculate_entropy` there are `entropys` too, with `calculate_sum_pi_squared` `sum_pi_squared`.
+        """
+        asked = (bool(tu.get(data, f"calculate_{name}")) for name in ("entropy", "sum_pi_squared"))
+        forward = _forward(data, *asked)
         return self.actor.infer_batch(data, forward, self._log_prob_size(self.config.rollout))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -202,10 +206,10 @@ def shuffle_seed(config: Any, data: TensorDict) -> int | None:
     return config.data_loader_seed + tu.get(data, "global_steps", 0) if config.shuffle else None
 
 
-def _forward(data: TensorDict, with_entropy: bool) -> Forward:
+def _forward(data: TensorDict, with_entropy: bool, with_sum_pi_squared: bool = False) -> Forward:
     temperature = float(tu.get(data, "temperature", 1.0))
 
     def forward(module: nn.Module, rows: PackedRows) -> dict[str, torch.Tensor]:
-        return module(rows, temperature, with_entropy)
+        return module(rows, temperature, with_entropy, with_sum_pi_squared)
 
     return forward

@@ -31,12 +31,13 @@ def log_probs_and_entropy(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
     chunk_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Log-probability of each label, and entropy, of softmax((hidden @ weight.T + bias) / temperature).
 
     The matrix products run in the dtype of `hidden` (or autocast's), the softmax always in fp32. Differentiable once
-    in hidden, weight and bias, through both results.
+    in hidden, weight and bias, through log-probability and entropy.
 
     Args:
         hidden: (M, H), the states that predict the labels.
@@ -45,16 +46,18 @@ def log_probs_and_entropy(
         labels: (M) int64 in [0, V).
         temperature: divides the logits.
         with_entropy: also return the entropy in nats.
+        with_sum_pi_squared: also return the sum over the vocabulary of the squared probabilities, without gradient.
         chunk_size: positions whose logits exist at once; None takes `default_chunk_size`.
 
     Returns:
-        log_probs (M) float32 and entropy (M) float32 or None.
+        log_probs (M) float32, entropy (M) float32 or None, sum_pi_squared (M) float32 or None.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     chunk = chunk_size or default_chunk_size(weight.shape[0], hidden.device)
-    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, labels, temperature, with_entropy, chunk, dtype)
-    return log_probs, entropy if with_entropy else None
+    wanted = (with_entropy, with_sum_pi_squared)
+    log_probs, entropy, squared = _HeadLogProbs.apply(hidden, weight, bias, labels, temperature, wanted, chunk, dtype)
+    return log_probs, entropy if with_entropy else None, squared if with_sum_pi_squared else None
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -68,15 +71,17 @@ class _HeadLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         temperature: float,
-        with_entropy: bool,
+        wanted: tuple[bool, bool],
         chunk: int,
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log_probs, entropy), both (M); entropy is empty unless asked for."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log_probs, entropy, sum of squared probabilities), all (M); the last two are empty unless `wanted`."""
         ctx.set_materialize_grads(False)
         count = labels.shape[0]
         log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        with_entropy, with_squared = wanted
         entropy = torch.empty(count if with_entropy else 0, dtype=torch.float32, device=hidden.device)
+        squared = torch.empty(count if with_squared else 0, dtype=torch.float32, device=hidden.device)
         kept = None
         with torch.autocast(hidden.device.type, enabled=False):
             states, matrix = hidden.to(dtype), weight.to(dtype)
@@ -85,16 +90,21 @@ class _HeadLogProbs(torch.autograd.Function):
                 log_probs[part] = log_softmax.gather(1, labels[part, None]).squeeze(1)
                 if with_entropy:
                     entropy[part] = -log_softmax.exp().mul_(log_softmax).sum(-1)
+                if with_squared:
+                    squared[part] = log_softmax.mul(2).exp_().sum(-1)
                 if count <= chunk:
                     kept = log_softmax
                 del log_softmax  # before the next chunk's is made
         ctx.save_for_backward(states, matrix, bias, labels, entropy, kept)
         ctx.temperature, ctx.chunk, ctx.input_dtypes = temperature, chunk, (hidden.dtype, weight.dtype)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(squared)
+        return log_probs, entropy, squared
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, _: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         """Gradients of hidden, weight and bias."""
         states, matrix, bias, labels, entropy, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -15,7 +15,8 @@ from ppo_lib.algorithms import (
     get_policy_loss_fn,
     kl_penalty,
 )
-from ppo_lib.config import policy_loss_mode
+from ppo_lib.algorithms.rollout_correction import importance_weights
+from ppo_lib.config import policy_loss_mode, weighs_in_update
 from ppo_lib.workers.training_worker import LossFunction, OfMiniBatch
 
 __all__ = ["of_mini_batch", "policy_loss", "value_loss"]
@@ -24,13 +25,15 @@ __all__ = ["of_mini_batch", "policy_loss", "value_loss"]
 def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference, as an `actor` section says.
 
-    `correction` is section `algorithm.rollout_correction`: in bypass mode it chooses the policy loss, and says how one
-    that weighs by importance does so.
+    `correction` is section `algorithm.rollout_correction`: in bypass mode it chooses the policy loss, and how reinforce
+    weighs: by the policy now over the rollout, whose log-probs the old ones are.
 
     Columns: `advantages`, and where present `old_log_probs` (absent: the log-probabilities now, which is what they are
     when one step follows a rollout), `ref_log_prob` (needed with `use_kl_loss`), `rollout_is_weights`.
     """
-    policy_loss_fn = get_policy_loss_fn(_loss_mode(actor, correction))
+    loss_mode = _loss_mode(actor, correction)
+    policy_loss_fn = get_policy_loss_fn(loss_mode)
+    weighs = correction is not None and weighs_in_update(loss_mode, correction)
     mode = actor.loss_agg_mode
 
     def loss_fn(
@@ -39,6 +42,9 @@ def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
         """See `LossFunction`."""
         log_probs, mask = outputs["log_probs"], given["response_mask"]
         old_log_probs = given.get("old_log_probs", log_probs.detach())
+        weights = given.get("rollout_is_weights")
+        if weighs:
+            weights = importance_weights(log_probs.detach(), old_log_probs, mask, correction)
         loss, metrics = policy_loss_fn(
             old_log_probs,
             log_probs,
@@ -46,7 +52,7 @@ def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
             mask,
             mode,
             LossConfig.from_actor(actor, denominators, found),
-            given.get("rollout_is_weights"),
+            weights,
         )
         metrics = {"pg_loss": loss.detach(), **metrics}
         if "entropys" in outputs:

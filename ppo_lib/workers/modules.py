@@ -26,20 +26,24 @@ class PolicyModule(nn.Module):
         self.model = model
         self.chunk_size = chunk_size
 
-    def forward(self, rows: PackedRows, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
-        """`log_probs` (M) float32 and, if asked for, `entropys` (M) float32, from one pass."""
+    def forward(
+        self, rows: PackedRows, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`log_probs` and, if asked for, `entropys` and `sum_pi_squared`, all (M) float32, from one pass."""
         hidden = _response_states(self.model.base_model, rows)
         head = self.model.get_output_embeddings()
-        log_probs, entropy = log_probs_and_entropy(
+        log_probs, entropy, squared = log_probs_and_entropy(
             hidden,
             head.weight,
             getattr(head, "bias", None),
             rows.labels,
             temperature=temperature,
             with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
             chunk_size=self.chunk_size,
         )
-        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropys": entropy}
+        found = {"log_probs": log_probs, "entropys": entropy, "sum_pi_squared": squared}
+        return {name: values for name, values in found.items() if values is not None}
 
 
 class ValueModule(nn.Module):

@@ -10,6 +10,10 @@ import torch
 from runs import GRPO, tiny_trainer
 from test_exactness import assert_same, train, varied
 
+from ppo_lib.config import load_config, need_old_log_probs
+from ppo_lib.errors import ConfigError
+
+BYPASS = ("algorithm.rollout_correction.bypass_mode=true",)
 CORRECTED = (
     *GRPO,
     "algorithm.rollout_correction.rollout_is=token",
@@ -172,3 +176,124 @@ def perturbed(recorded):
         log_probs = output.batch["rollout_log_probs"]
         log_probs += 0.2 * torch.randn(log_probs.shape, generator=generator)
     return recorded
+
+
+def test_bypass_mode_takes_the_rollouts_log_probs_and_saves_the_pass(tmp_path):
+    config = load_config(overrides=[*GRPO, *BYPASS, "actor_rollout_ref.rollout.n=2"])
+    assert not need_old_log_probs(config)
+    batches, metrics = step(tmp_path, *GRPO, *BYPASS, edit=shift((0, 0, 0.5)))
+    batch = batches["old_log_prob"].batch
+    kept = batch["response_mask"].bool()
+    assert torch.equal(batch["old_log_probs"][kept], batch["rollout_log_probs"][kept])
+    assert metrics["actor/entropy"] > 0  # measured by the update, since no pass came before it
+    assert metrics["actor/ppo_kl"] != 0
+    assert not any(name.startswith("rollout_corr/") for name in metrics)
+
+
+def test_reinforce_in_bypass_mode_is_weighed_by_the_policy_over_the_rollout(tmp_path):
+    """On policy L = -w A log pi, so that one token with weight 2 counts twice."""
+    common = (
+        *GRPO,
+        *BYPASS,
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "algorithm.rollout_correction.loss_type=reinforce",
+        "algorithm.rollout_correction.rollout_is=token",
+    )
+    loss = {}
+    for threshold in (3.0, 1.5):
+        limit = f"algorithm.rollout_correction.rollout_is_threshold={threshold}"
+        batches, metrics = step(tmp_path / str(threshold), *common, limit, edit=shift((0, 0, math.log(2))))
+        batch = batches["adv"].batch
+        kept = batch["response_mask"].bool()
+        log_probs = batch["rollout_log_probs"].clone()
+        log_probs[0, 0] += math.log(2)  # what the policy says
+        weights = torch.ones_like(log_probs)
+        weights[0, 0] = min(2.0, threshold)
+        expected = -(weights * batch["advantages"] * log_probs)[kept].mean()
+        loss[threshold] = metrics["actor/pg_loss"]
+        assert loss[threshold] == pytest.approx(float(expected), abs=2e-5)
+    assert loss[3.0] != loss[1.5]
+
+
+def test_an_estimator_gets_the_sum_of_squared_probabilities_it_reads(tmp_path):
+    batches, _ = step(tmp_path, "algorithm.adv_estimator=optimal_token_baseline", "trainer.checks=true")
+    batch = batches["old_log_prob"].batch
+    kept = batch["response_mask"].bool()
+    squared = batch["sum_pi_squared"]
+    assert (squared[~kept] == 0).all()
+    assert (squared[kept] >= batch["old_log_probs"][kept].exp().square() - 1e-6).all()
+    assert (squared[kept] <= 1).all()
+    plain, _ = step(tmp_path / "plain", *GRPO)
+    assert "sum_pi_squared" not in plain["old_log_prob"].tensor_keys()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.rollout_correction.rollout_is_threshold=2_1"], "lower bound 2 is not below 1"),
+        (["algorithm.rollout_correction.rollout_rs=token_k9"], "unknown 'token_k9'"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs_threshold is not set"),
+        (
+            ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+            "set actor_rollout_ref.rollout.calculate_log_probs=true",
+        ),
+        ([*BYPASS, "actor_rollout_ref.rollout.calculate_log_probs=false"], "bypass_mode=true compares"),
+        (
+            [
+                *BYPASS,
+                "algorithm.rollout_correction.rollout_rs=token_k1",
+                "algorithm.rollout_correction.rollout_rs_threshold=2",
+            ],
+            "nothing is known to reject",
+        ),
+        (
+            [
+                *BYPASS,
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_batch_normalize=true",
+            ],
+            "rollout_is_batch_normalize=false",
+        ),
+        ([*BYPASS, "algorithm.adv_estimator=optimal_token_baseline"], "needs the pass over the old log-probs"),
+        ([*BYPASS, "actor_rollout_ref.actor.calculate_sum_pi_squared=true"], "calculate_sum_pi_squared=true needs"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=reinforce"], "bypass_mode=true, or loss_mode=vanilla"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=ppo_clip"], "bypass_mode=true, or loss_mode=vanilla"),
+    ],
+)
+def test_what_cannot_work_is_told_at_load(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.rollout_correction.rollout_is_threshold=3"], "rollout_is_threshold has no effect"),
+        (["algorithm.rollout_correction.loss_type=reinforce"], "bypass_mode is false"),
+        ([*BYPASS, "algorithm.rollout_correction.rollout_is=token"], "the policy loss is ppo_clip"),
+        (
+            [
+                *BYPASS,
+                "algorithm.rollout_correction.loss_type=reinforce",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            ],
+            "loss_mode is gspo",
+        ),
+    ],
+)
+def test_settings_of_a_correction_that_is_not_made_are_told_to_have_no_effect(overrides, said):
+    assert any(said in line for line in load_config(overrides=overrides).notices)
+
+
+def test_two_bounds_are_no_number_with_an_underscore():
+    config = load_config(overrides=["algorithm.rollout_correction.rollout_is_threshold=0.5_2"])
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_2"
+    assert load_config(overrides=["data.train_batch_size=1_024"]).data.train_batch_size == 1024
+
+
+def test_rejection_needs_the_pass_that_auto_would_leave_out():
+    auto = ("actor_rollout_ref.actor.recompute_old_log_probs=auto", "data.train_batch_size=256")
+    assert not need_old_log_probs(load_config(overrides=auto))
+    assert need_old_log_probs(load_config(overrides=[*auto, "algorithm.rollout_correction.rollout_is=token"]))
+    assert need_old_log_probs(load_config(overrides=[*auto, "actor_rollout_ref.actor.calculate_sum_pi_squared=true"]))

@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_the_whole_softmax(
     if not with_bias:
         ours[2] = theirs[2] = None
     weights = torch.linspace(-1, 2, M)
-    log_probs, entropy = log_probs_and_entropy(
+    log_probs, entropy, _ = log_probs_and_entropy(
         *ours, labels, temperature=temperature, with_entropy=True, chunk_size=chunk
     )
     expected, expected_entropy = plain(*theirs, labels, temperature)
@@ -49,11 +49,25 @@ def test_values_and_gradients_are_those_of_the_whole_softmax(
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_sum_of_squared_probabilities_is_that_of_the_whole_softmax_and_has_no_gradient(chunk: int | None) -> None:
+    hidden, weight, bias, labels = inputs()
+    found = log_probs_and_entropy(
+        hidden, weight, bias, labels, temperature=0.6, with_sum_pi_squared=True, chunk_size=chunk
+    )
+    expected = torch.softmax((hidden @ weight.T + bias) / 0.6, dim=-1).square().sum(-1)
+    torch.testing.assert_close(found[2], expected, rtol=1e-5, atol=1e-6)
+    assert not found[2].requires_grad
+    assert found[1] is None
+    found[0].sum().backward()
+    assert hidden.grad is not None
+
+
 @pytest.mark.parametrize("through", ["log_probs", "entropy"])
 def test_gradient_through_one_result_alone(through: str) -> None:
     *ours, labels = inputs()
     *theirs, _ = inputs()
-    results = log_probs_and_entropy(*ours, labels, with_entropy=True, chunk_size=4)
+    results = log_probs_and_entropy(*ours, labels, with_entropy=True, chunk_size=4)[:2]
     expected = plain(*theirs, labels, 1.0)
     which = ["log_probs", "entropy"].index(through)
     results[which].square().sum().backward()
@@ -84,7 +98,7 @@ def test_logits_of_more_than_a_chunk_never_exist_forward_or_backward() -> None:
     labels = torch.randint(0, vocabulary, (tokens,))
     largest_legitimate = max(tokens * width, chunk * vocabulary)
     with LargestTensor() as seen:
-        log_probs, entropy = log_probs_and_entropy(hidden, weight, None, labels, with_entropy=True, chunk_size=chunk)
+        log_probs, entropy, _ = log_probs_and_entropy(hidden, weight, None, labels, with_entropy=True, chunk_size=chunk)
         (log_probs + entropy).sum().backward()
     assert seen.numel <= largest_legitimate
     with LargestTensor() as seen:  # the measure itself sees whole logits where they are
@@ -95,7 +109,7 @@ def test_logits_of_more_than_a_chunk_never_exist_forward_or_backward() -> None:
 def test_half_precision_products_still_give_an_fp32_softmax() -> None:
     hidden, weight, _, labels = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        log_probs, entropy = log_probs_and_entropy(hidden, weight, None, labels, with_entropy=True, chunk_size=5)
+        log_probs, entropy, _ = log_probs_and_entropy(hidden, weight, None, labels, with_entropy=True, chunk_size=5)
     expected, expected_entropy = plain(hidden.bfloat16(), weight.bfloat16(), None, labels, 1.0)
     assert log_probs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(log_probs, expected)
@@ -111,7 +125,7 @@ def test_default_chunk_fits_64_mib_on_a_cpu() -> None:
 
 def test_no_labels_give_no_results_and_zero_gradients() -> None:
     hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    log_probs, entropy = log_probs_and_entropy(
+    log_probs, entropy, _ = log_probs_and_entropy(
         hidden, weight, None, torch.zeros(0, dtype=torch.int64), with_entropy=True
     )
     (log_probs.sum() + entropy.sum()).backward()

@@ -15,11 +15,14 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup quickstart test test-slow lint clean
+SGLANG_STAMP := $(VENV)/.sglang-cpu-done
+
+.PHONY: help setup setup-sglang-cpu quickstart test test-sglang test-slow lint clean
 
 help:
 	@echo "make quickstart   set up, then train SmolLM2-135M on few-shot arithmetic and watch its reward rise"
 	@echo "make test         set up, then run the tests"
+	@echo "make test-sglang  set up SGLang on a CPU as well, then run its tests against the real engine"
 	@echo "make test-slow    the longer tests: learning curves on three seeds, long property runs"
 	@echo "make lint         ruff and pyright"
 
@@ -34,11 +37,24 @@ $(STAMP): setup.cfg constraints-cpu.txt
 	@touch $@
 	@echo "[setup] done"
 
+setup-sglang-cpu: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): $(STAMP) requirements-sglang-cpu.txt
+	@test -z "$(GPU)" || { echo "[setup] this machine has an NVIDIA GPU: pip install -e '.[sglang]' instead"; exit 1; }
+	@echo "[setup] installing SGLang for the CPU into $(VENV); about two minutes, once"
+	@$(PIP) install --no-deps $(PIP_ARGS) -r requirements-sglang-cpu.txt
+	@$(BIN)/python -m ppo_lib.sglang_cpu
+	@touch $@
+	@echo "[setup] done"
+
 quickstart: $(STAMP)
 	$(BIN)/ppo_lib train yaml_configs/quickstart.yaml trainer.seed=$(SEED) $(OVERRIDES)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not sglang"
+
+test-sglang: $(SGLANG_STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" tests/sglang
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not gpu"

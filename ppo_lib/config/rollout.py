@@ -56,7 +56,7 @@ class RolloutConfig(ConfigModel):
     """How responses are generated."""
 
     name: Literal["auto", "hf", "sglang"] = "auto"
-    """The engine; `auto` is hf, until the sglang engine is there for machines that have it and a GPU."""
+    """The engine; `auto` is sglang where it is installed and there is a GPU, and hf elsewhere."""
     n: Positive = 1
     """Responses per training prompt: the size of a group."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0

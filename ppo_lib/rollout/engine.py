@@ -182,3 +182,39 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def shutdown(self) -> None:
         """Fail what is unfinished, free everything, end every thread and process of the engine."""
+
+
+def check_prompt(request: GenerationRequest, context: int, vocab: int) -> None:
+    """Refuse a prompt that an engine could not read.
+
+    Args:
+        request: What is asked for.
+        context: Most tokens of prompt and response together.
+        vocab: Size of the model's vocabulary.
+
+    Raises:
+        RolloutError: It is empty, too long, or holds what is no token.
+    """
+    prompt = request.prompt_ids
+    name = f"request {request.request_id}"
+    if not prompt:
+        raise RolloutError(f"{name} has an empty prompt")
+    if not all(isinstance(token, int) for token in prompt):
+        raise RolloutError(f"{name} holds token ids that are no integers, such as {prompt[0]!r}")
+    if len(prompt) >= context:
+        raise RolloutError(
+            f"{name} has a prompt of {len(prompt)} tokens; at most {context - 1} leave room for an answer "
+            f"in the context of {context} (rollout.max_model_len, or the model's own limit)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        raise RolloutError(
+            f"{name} holds token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary is 0 to {vocab - 1}"
+        )
+
+
+def known_tags(tags: Sequence[str]) -> set[str]:
+    """The tags as a set. Raises `RolloutError` if one is not in `SLEEP_TAGS`."""
+    unknown = sorted(set(tags) - set(SLEEP_TAGS))
+    if unknown:
+        raise RolloutError(f"unknown sleep tag {unknown[0]!r}; there are {', '.join(SLEEP_TAGS)}")
+    return set(tags)

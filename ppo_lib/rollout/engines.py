@@ -6,10 +6,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 from ppo_lib.algorithms.names import unknown_name
-from ppo_lib.errors import RolloutError
 from ppo_lib.rollout.engine import RolloutEngine
+from ppo_lib.rollout.sglang.versions import is_installed, require_sglang
 
-_ENGINES: dict[str, str] = {"hf": "ppo_lib.rollout.hf_engine:HFEngine"}
+_ENGINES: dict[str, str] = {
+    "hf": "ppo_lib.rollout.hf_engine:HFEngine",
+    "sglang": "ppo_lib.rollout.sglang.engine:SGLangEngine",
+}
 
 
 def register_engine(name: str, target: str) -> None:
@@ -17,20 +20,30 @@ def register_engine(name: str, target: str) -> None:
     _ENGINES[name] = target
 
 
-def resolve_engine_name(name: str) -> str:
-    """What `rollout.name` stands for on this machine: `auto` is the embedded engine.
+def resolve_engine_name(name: str, device_name: str | None = None) -> str:
+    """What `rollout.name` stands for on this machine: `auto` is sglang where it and a GPU are there, and hf elsewhere.
+
+    Args:
+        name: `rollout.name`.
+        device_name: `cpu` or `cuda`; None looks for a GPU.
 
     Raises:
-        RolloutError: The engine is one that this release does not have.
+        RolloutError: sglang is asked for and not installed.
         ConfigError: There is no engine of that name.
     """
     if name == "auto":
-        return "hf"
-    if name == "sglang" and name not in _ENGINES:
-        raise RolloutError("the sglang engine is not in this release yet, use rollout.name=hf")
+        return "sglang" if is_installed() and (device_name or _device()) == "cuda" else "hf"
     if name not in _ENGINES:
         raise unknown_name("rollout engine", name, _ENGINES)
+    if name == "sglang":
+        require_sglang()
     return name
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def engine_class(name: str) -> Callable[..., RolloutEngine]:

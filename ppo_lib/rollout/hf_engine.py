@@ -33,8 +33,10 @@ from ppo_lib.rollout.engine import (
     GenerationRequest,
     RolloutEngine,
     TokenOutput,
+    check_prompt,
+    known_tags,
 )
-from ppo_lib.rollout.hf_model import end_token_ids, load_model
+from ppo_lib.rollout.hf_model import context_length, end_token_ids, load_model
 from ppo_lib.rollout.scheduler import Scheduler
 from ppo_lib.rollout.stopping import StopStrings, require_tokenizer
 from ppo_lib.rollout.weights import WeightBucket, WeightReceiver
@@ -83,7 +85,7 @@ class HFEngine(RolloutEngine):
         self._model = load_model(config, model_path, self._device)
         self._end_ids = end_token_ids(self._model, model_path, tokenizer)
         self._vocab = self._model.config.get_text_config().vocab_size
-        self._context = self._context_length()
+        self._context = context_length(self._config, self._model.config)
         self._scheduler: Scheduler[_Entry] = Scheduler(self._config.max_num_seqs)
         self._decoder = Decoder(
             self._model,
@@ -130,11 +132,11 @@ class HFEngine(RolloutEngine):
 
     async def sleep(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._call(lambda: self._sleep(_known(tags)))
+        await self._call(lambda: self._sleep(known_tags(tags)))
 
     async def wake_up(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         """See `RolloutEngine.wake_up`."""
-        await self._call(lambda: self._wake_up(_known(tags)))
+        await self._call(lambda: self._wake_up(known_tags(tags)))
 
     async def status(self) -> EngineStatus:
         """See `RolloutEngine.status`."""
@@ -240,24 +242,9 @@ class HFEngine(RolloutEngine):
             )
 
     def _check_request(self, request: GenerationRequest) -> None:
-        prompt = request.prompt_ids
-        name = f"request {request.request_id}"
-        if not prompt:
-            raise RolloutError(f"{name} has an empty prompt")
-        if not all(isinstance(token, int) for token in prompt):
-            raise RolloutError(f"{name} holds token ids that are no integers, such as {prompt[0]!r}")
-        if len(prompt) >= self._context:
-            raise RolloutError(
-                f"{name} has a prompt of {len(prompt)} tokens; at most {self._context - 1} leave room for an answer "
-                f"in the context of {self._context} (rollout.max_model_len, or the model's own limit)"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab:
-            raise RolloutError(
-                f"{name} holds token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary is 0 to "
-                f"{self._vocab - 1}"
-            )
+        check_prompt(request, self._context, self._vocab)
         if request.request_id in self._names:
-            raise RolloutError(f"{name} is being served already; request ids must differ")
+            raise RolloutError(f"request {request.request_id} is being served already; request ids must differ")
         require_tokenizer(self._tokenizer, request.params.stop)
 
     def _row(self, entry: _Entry) -> Row:
@@ -359,24 +346,6 @@ class HFEngine(RolloutEngine):
         for entry in entries:
             _fail(entry.future, RolloutError(f"the rollout engine was shut down before it finished {entry.request_id}"))
         self._decoder.release()
-
-    def _context_length(self) -> int:
-        """Most tokens of prompt and response together."""
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        asked = self._config.max_model_len
-        if asked is not None and limit is not None and asked > limit:
-            raise RolloutError(
-                f"rollout.max_model_len is {asked}; this model has {limit} positions, so set it to at most {limit}"
-            )
-        wanted = asked if asked is not None else self._config.prompt_length + self._config.response_length
-        return wanted if limit is None else min(wanted, limit)
-
-
-def _known(tags: Sequence[str]) -> set[str]:
-    unknown = sorted(set(tags) - set(SLEEP_TAGS))
-    if unknown:
-        raise RolloutError(f"unknown sleep tag {unknown[0]!r}; there are {', '.join(SLEEP_TAGS)}")
-    return set(tags)
 
 
 def _attempt(action: Callable[[], None], future: Future[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ppo_lib.config import ActorRolloutRefConfig
+from ppo_lib.config import ActorRolloutRefConfig, RolloutConfig
 from ppo_lib.errors import ModelError, RolloutError
 from ppo_lib.models import resolve_model_path
 from ppo_lib.models.dtypes import computed_dtype
@@ -30,15 +30,9 @@ def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.dev
         RolloutError: The model's cache cannot hold rows that come and go.
     """
     dtype = computed_dtype(config.rollout.dtype, device)
-    if config.model.external_lib:
-        importlib.import_module(config.model.external_lib)
     trust = config.model.trust_remote_code
     try:
-        source = config.model.hf_config_path
-        source = resolve_model_path(source) if source else model_path
-        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
-        for key, value in config.model.override_config.items():
-            setattr(hf_config, key, value)
+        hf_config = model_config(config, model_path)
         _refuse_stateful(hf_config)
         options: dict[str, Any] = {
             "dtype": dtype,
@@ -58,6 +52,50 @@ def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.dev
         raise _stateful(hf_config)
     model.requires_grad_(False)
     return model.eval().to(device)  # type: ignore[arg-type]
+
+
+def model_config(config: ActorRolloutRefConfig, model_path: str) -> Any:
+    """The model's own configuration, changed as the section `model` says."""
+    if config.model.external_lib:
+        importlib.import_module(config.model.external_lib)
+    source = config.model.hf_config_path
+    source = resolve_model_path(source) if source else model_path
+    hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    for key, value in config.model.override_config.items():
+        setattr(hf_config, key, value)
+    return hf_config
+
+
+def model_outline(config: ActorRolloutRefConfig, model_path: str) -> PreTrainedModel:
+    """The model without memory: its parameters' names and shapes, on the meta device.
+
+    Raises:
+        ModelError: It cannot be built from its folder or id.
+    """
+    try:
+        hf_config = model_config(config, model_path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the rollout engine cannot load the model {model_path}: {error}") from error
+    model.tie_weights()
+    return model
+
+
+def context_length(rollout: RolloutConfig, hf_config: Any) -> int:
+    """Most tokens of prompt and response together.
+
+    Raises:
+        RolloutError: `rollout.max_model_len` is more than the model has positions.
+    """
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    asked = rollout.max_model_len
+    if asked is not None and limit is not None and asked > limit:
+        raise RolloutError(
+            f"rollout.max_model_len is {asked}; this model has {limit} positions, so set it to at most {limit}"
+        )
+    wanted = asked if asked is not None else rollout.prompt_length + rollout.response_length
+    return wanted if limit is None else min(wanted, limit)
 
 
 def end_token_ids(model: PreTrainedModel, model_path: str, tokenizer: Any | None) -> frozenset[int]:

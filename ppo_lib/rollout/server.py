@@ -72,13 +72,13 @@ class LLMServerManager:
             config: The section `actor_rollout_ref`.
             model_path: A local folder or Hugging Face id.
             tokenizer: Goes to every engine.
-            engine_name: `hf`, or `auto`.
+            engine_name: `hf`, `sglang`, or `auto`.
             device_name: `cpu` or `cuda`.
             resource_pool: The pool of the training ranks; None puts a single replica into this process.
             num_replicas: How many; replica i lives in the slot of rank i.
             timeout_s: Limit of every wait.
         """
-        spec = EngineSpec(resolve_engine_name(engine_name), config, model_path, tokenizer, device_name)
+        spec = EngineSpec(resolve_engine_name(engine_name, device_name), config, model_path, tokenizer, device_name)
         if resource_pool is None:
             return cls([LocalReplicaHandle(0, spec.build())], timeout_s)
         return cls(start_ray_replicas(spec, resource_pool, num_replicas, timeout_s), timeout_s, resource_pool)

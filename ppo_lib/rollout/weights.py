@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +40,12 @@ class WeightBucket:
 
     Args:
         entries: One per tensor, in order.
-        data: (n,) uint8.
+        data: (n,) uint8, in host memory, or on a GPU where sender and engine share one.
         checksum: Of names and bytes, made by the sender.
     """
 
     entries: tuple[TensorEntry, ...]
-    data: np.ndarray
+    data: np.ndarray | torch.Tensor
     checksum: int
 
     @classmethod
@@ -71,10 +71,7 @@ class WeightBucket:
         Raises:
             RolloutError: The bytes are not those that were packed.
         """
-        with warnings.catch_warnings():
-            # A buffer that came through a shared store is read-only, and the views are only read.
-            warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
-            data = torch.from_numpy(self.data)
+        data = self.data if isinstance(self.data, torch.Tensor) else _as_tensor(self.data)
         if _checksum(self.entries, data) != self.checksum:
             raise RolloutError(
                 f"a bucket of {len(self.entries)} tensors arrived damaged: its checksum differs from the sender's "
@@ -99,6 +96,13 @@ def buckets(named_tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[We
         yield WeightBucket.pack(held)
 
 
+def _as_tensor(data: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # A buffer that came through a shared store is read-only, and the views are only read.
+        warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
+        return torch.from_numpy(data)
+
+
 def _view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """One tensor of a buffer, sharing its memory."""
     raw = data[entry.offset : entry.offset + entry.nbytes]
@@ -110,7 +114,7 @@ def _checksum(entries: Iterable[TensorEntry], data: torch.Tensor) -> int:
     words = data.view(torch.int64)
     body = words[: len(words) // _WORDS * _WORDS].view(-1, _WORDS)
     rest = words[body.numel() :]
-    odd = torch.arange(1, 2 * max(_WORDS, len(body)), 2)
+    odd = torch.arange(1, 2 * max(_WORDS, len(body)), 2, device=data.device)
     columns = (body.sum(0) * odd[:_WORDS]).sum()
     rows = (body[:, :8].sum(1) * odd[: len(body)]).sum()
     total = int(columns) + int(rows) + int((rest * odd[: len(rest)]).sum())
@@ -118,49 +122,53 @@ def _checksum(entries: Iterable[TensorEntry], data: torch.Tensor) -> int:
     return hash((total, table)) & 0x7FFFFFFFFFFFFFFF  # hash() of integers does not depend on the process
 
 
-class WeightReceiver:
-    """Copies arriving tensors into a module's parameters and keeps count of what is still missing.
+class WeightLedger:
+    """Keeps count of a weight update: which tensors a model takes, in which shape, and which are still missing.
 
     A tied weight (one parameter under two names) may arrive under either name or both. Buffers that the module saves
     are accepted and not required.
+
+    Args:
+        module: The model; its parameters may lie on the meta device.
     """
 
     def __init__(self, module: nn.Module) -> None:
         saved = module.state_dict().keys()
-        self._targets: dict[str, torch.Tensor] = {
+        self.targets: dict[str, torch.Tensor] = {
             **dict(module.named_parameters(remove_duplicate=False)),
             **{name: tensor for name, tensor in module.named_buffers() if name in saved},
         }
+        self._same: dict[str, set[str]] = {}
         aliases: dict[int, set[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), set()).add(name)
+            self._same[name] = aliases.setdefault(id(parameter), set())
+            self._same[name].add(name)
         self._missing = list(aliases.values())
         self._seen: set[str] = set()
 
-    def take(self, bucket: WeightBucket) -> None:
-        """Copy a bucket in.
+    def take(self, name: str, shape: Sequence[int]) -> bool:
+        """Note an arrival. Returns whether it is a parameter that has not arrived under another name.
 
         Raises:
-            RolloutError: The bucket is damaged, or a name is unknown or comes twice, or a shape differs.
+            RolloutError: The name is unknown or comes twice, or the shape differs.
         """
-        for name, tensor in bucket.unpack():
-            target = self._targets.get(name)
-            if target is None:
-                near = difflib.get_close_matches(name, self._targets, n=3, cutoff=0.4)
-                raise RolloutError(
-                    f"the weight update holds a tensor {name} that the engine's model does not have"
-                    + (f"; near names: {', '.join(near)}" if near else "")
-                )
-            if name in self._seen:
-                raise RolloutError(f"the weight update holds the tensor {name} twice")
-            if tensor.shape != target.shape:
-                raise RolloutError(
-                    f"the weight update holds {name} with shape {tuple(tensor.shape)}; "
-                    f"the engine's model has {tuple(target.shape)}"
-                )
-            with torch.no_grad():
-                target.copy_(tensor)
-            self._seen.add(name)
+        target = self.targets.get(name)
+        if target is None:
+            near = difflib.get_close_matches(name, self.targets, n=3, cutoff=0.4)
+            raise RolloutError(
+                f"the weight update holds a tensor {name} that the engine's model does not have"
+                + (f"; near names: {', '.join(near)}" if near else "")
+            )
+        if name in self._seen:
+            raise RolloutError(f"the weight update holds the tensor {name} twice")
+        if tuple(shape) != tuple(target.shape):
+            raise RolloutError(
+                f"the weight update holds {name} with shape {tuple(shape)}; "
+                f"the engine's model has {tuple(target.shape)}"
+            )
+        first = name in self._same and not self._same[name] & self._seen
+        self._seen.add(name)
+        return first
 
     def finish(self) -> None:
         """Check that nothing is missing.
@@ -174,3 +182,25 @@ class WeightReceiver:
                 f"the weight update brought {len(self._seen)} tensors and left out {len(missing)} of "
                 f"{len(self._missing)} parameters: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
             )
+
+
+class WeightReceiver:
+    """Copies arriving tensors into a module's parameters and keeps count of what is still missing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ledger = WeightLedger(module)
+
+    def take(self, bucket: WeightBucket) -> None:
+        """Copy a bucket in.
+
+        Raises:
+            RolloutError: The bucket is damaged, or a name is unknown or comes twice, or a shape differs.
+        """
+        for name, tensor in bucket.unpack():
+            self._ledger.take(name, tensor.shape)
+            with torch.no_grad():
+                self._ledger.targets[name].copy_(tensor)
+
+    def finish(self) -> None:
+        """Check that nothing is missing; errors as `WeightLedger.finish`."""
+        self._ledger.finish()

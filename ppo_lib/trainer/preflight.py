@@ -48,7 +48,7 @@ def preflight(config: PPOConfig, *, check_train_data: bool = True, check_val_dat
     cores = available_cores()
     _check_ranks(config, device, cores)
     _check_optimizers(config)
-    engine = _engine(config)
+    engine = _engine(config, device)
     return Machine(device=device, rollout_name=engine, world_size=world_size(config), cores=cores)
 
 
@@ -171,16 +171,20 @@ def _device(config: PPOConfig) -> str:
     return "cpu"
 
 
-def _engine(config: PPOConfig) -> str:
+def _engine(config: PPOConfig, device: str) -> str:
     """The rollout engine; that the loop that drives it and the way of its weights exist."""
     from ppo_lib.rollout import resolve_engine_name
     from ppo_lib.rollout.agent_loop import agent_loop_class
     from ppo_lib.rollout.checkpoint_engine import checkpoint_engine_factory
+    from ppo_lib.rollout.sglang.arguments import TAKEN
+    from ppo_lib.rollout.sglang.versions import check_arguments
 
     rollout = config.actor_rollout_ref.rollout
     agent_loop_class(rollout.agent.default_agent_loop)
     checkpoint_engine_factory(rollout.checkpoint_engine.backend)
-    engine = resolve_engine_name(rollout.name)
+    engine = resolve_engine_name(rollout.name, device)
+    if engine == "sglang":
+        check_arguments(rollout.engine_kwargs.sglang, TAKEN)
     for line in engine_notices(config, engine):
         logger.warning(line)
     return engine

@@ -5,7 +5,8 @@ import torch
 from rollout_testing import Model, prompts_of, requests_of, rollout_config, run
 
 from ppo_lib.errors import ConfigError, EngineAsleepError, RolloutError, StaleWeightsError
-from ppo_lib.rollout import CheckpointEngineManager, LLMServerManager, resolve_engine_name
+from ppo_lib.rollout import CheckpointEngineManager, LLMServerManager, engines, resolve_engine_name
+from ppo_lib.rollout.sglang import versions
 from ppo_lib.single_controller import LocalWorkerGroup, RayClassWithInitArgs
 
 
@@ -127,5 +128,12 @@ def test_unknown_names_are_answered_with_the_near_ones(parts, model_dirs):
         CheckpointEngineManager(config.rollout.checkpoint_engine, group, servers)
     with pytest.raises(ConfigError, match="unknown rollout engine 'hff': did you mean 'hf'"):
         resolve_engine_name("hff")
-    with pytest.raises(RolloutError, match=r"the sglang engine is not in this release yet, use rollout.name=hf"):
+
+
+def test_auto_is_sglang_where_it_and_a_gpu_are_there_and_its_absence_is_told_with_the_command(monkeypatch):
+    for installed, on_cpu, on_gpu in ((True, "hf", "sglang"), (False, "hf", "hf")):
+        monkeypatch.setattr(engines, "is_installed", lambda installed=installed: installed)
+        assert (resolve_engine_name("auto", "cpu"), resolve_engine_name("auto", "cuda")) == (on_cpu, on_gpu)
+    monkeypatch.setattr(versions, "is_installed", lambda: False)
+    with pytest.raises(RolloutError, match=r"pip install 'ppo_lib\[sglang\]'; on a CPU with: make setup-sglang-cpu"):
         resolve_engine_name("sglang")

@@ -115,5 +115,9 @@ class RolloutConfig(ConfigModel):
     """No CUDA graphs (sglang)."""
     enable_prefix_caching: bool = True
     """Share the cache of equal prompt beginnings (sglang)."""
+    request_timeout_s: Annotated[float, Field(gt=0.0)] = follow("${trainer.stage_timeout_s}", 3600.0)
+    """Longest wait for one response; null follows `trainer.stage_timeout_s`."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often one replica that died or hangs is started again; its unfinished requests then run again."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Arguments handed to an engine as they are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ppo_lib.errors import RolloutError
 from ppo_lib.rollout.weights import WeightBucket
@@ -114,6 +114,7 @@ class TokenOutput:
         finish_reason: `stop` at a stop token or string, `length` at the limit, `abort` when called off.
         weight_version_min: Oldest version of the weights that a token came from.
         weight_version_max: Newest version of the weights that a token came from.
+        stats: What the engine says of its work on this request, by metric name (`spec_accept_rate`).
     """
 
     token_ids: list[int]
@@ -121,6 +122,7 @@ class TokenOutput:
     finish_reason: FinishReason
     weight_version_min: int
     weight_version_max: int
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,12 @@ class RolloutEngine(ABC):
     Every method may be awaited from any event loop; none blocks it. Versions count synchronisations: -1 is what the
     engine was built with, 0 the first set of weights that it was sent.
     """
+
+    decodes_cohorts: ClassVar[bool] = False
+    """Whether the engine waits for a whole cohort, so that it must be told in advance who comes to it."""
+
+    opens_device_buckets: ClassVar[bool] = False
+    """Whether `update_bucket` takes a `SharedBucket` too, and one from each GPU of the replica."""
 
     @abstractmethod
     async def generate(self, request: GenerationRequest, min_weight_version: int = -1) -> TokenOutput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 
 from ppo_lib.algorithms.names import unknown_name
@@ -46,7 +45,7 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engine_class(name: str) -> Callable[..., RolloutEngine]:
+def engine_class(name: str) -> type[RolloutEngine]:
     """The engine's class, called as `EngineSpec.build` does; errors as `resolve_engine_name`."""
     module, attribute = _ENGINES[resolve_engine_name(name)].split(":")
     return getattr(import_module(module), attribute)

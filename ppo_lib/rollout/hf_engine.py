@@ -76,6 +76,8 @@ class HFEngine(RolloutEngine):
         device: Where the weights lie.
     """
 
+    decodes_cohorts = True
+
     def __init__(
         self, config: ActorRolloutRefConfig, model_path: str, tokenizer: Any | None = None, device: str = "cpu"
     ) -> None:

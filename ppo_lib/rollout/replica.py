@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_lib.config import ActorRolloutRefConfig
-from ppo_lib.errors import WorkerDiedError, WorkerTimeoutError
+from ppo_lib.errors import RolloutError, WorkerDiedError, WorkerTimeoutError
 from ppo_lib.rollout.engine import RolloutEngine
 from ppo_lib.rollout.engines import engine_class
 from ppo_lib.single_controller import RayResourcePool, available_cores
@@ -23,6 +23,7 @@ from ppo_lib.single_controller.faults import add_note, why_it_ended
 # All requests of a cohort must be inside the actor before the first is answered.
 _CALLS_AT_ONCE = 1_000_000
 _SHUTDOWN_S = 30.0
+_SLIVER = 0.01  # of a GPU: to be shown which one a bundle has
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,33 @@ class EngineSpec:
     tokenizer: Any
     device_name: str
 
-    def build(self) -> RolloutEngine:
-        """The engine, loaded, in this process."""
-        return engine_class(self.engine_name)(self.config, self.model_path, self.tokenizer, self.device_name)
+    @property
+    def span(self) -> int:
+        """Over how many ranks one replica reaches."""
+        return self.config.rollout.tensor_model_parallel_size if self.engine_name == "sglang" else 1
+
+    @property
+    def opens_device_buckets(self) -> bool:
+        """Whether weights may stay on the GPU on their way."""
+        return self.device_name == "cuda" and engine_class(self.engine_name).opens_device_buckets
+
+    def build(self, visible_devices: str | None = None) -> RolloutEngine:
+        """The engine, loaded, in this process; `visible_devices` where its own processes need more than this one's."""
+        engine: Any = engine_class(self.engine_name)
+        more = {} if visible_devices is None else {"visible_devices": visible_devices}
+        return engine(self.config, self.model_path, self.tokenizer, self.device_name, **more)
 
 
 class ReplicaHandle(ABC):
-    """One engine, wherever it is. Handles of Ray replicas may be sent to other processes."""
+    """One engine, wherever it is. Handles of Ray replicas may be sent to other processes, which cannot restart them."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, span: int = 1, opens_device_buckets: bool = False) -> None:
         self.index = index
+        self.span = span
+        """Over how many ranks it reaches, from rank `index * span` on."""
+        self.opens_device_buckets = opens_device_buckets
+        self.restarts = 0
+        """How often the engine was lost and built again."""
 
     @property
     def name(self) -> str:
@@ -61,6 +79,15 @@ class ReplicaHandle(ABC):
         """
 
     @abstractmethod
+    def restart(self, timeout_s: float) -> None:
+        """End what is left of the engine and build it again. It then has no weights of the trainer's.
+
+        Raises:
+            RolloutError: It could not be built.
+            WorkerTimeoutError: It was not ready in time.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the engine and what hosts it. Safe to call twice."""
 
@@ -72,9 +99,10 @@ class ReplicaHandle(ABC):
 class LocalReplicaHandle(ReplicaHandle):
     """An engine in this process."""
 
-    def __init__(self, index: int, engine: RolloutEngine) -> None:
+    def __init__(self, index: int, spec: EngineSpec) -> None:
         super().__init__(index)
-        self._engine = engine
+        self._spec = spec
+        self._engine = spec.build()
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """See `ReplicaHandle.call`."""
@@ -87,21 +115,66 @@ class LocalReplicaHandle(ReplicaHandle):
         finally:
             answer.cancel()  # nothing where it is done
 
+    def restart(self, timeout_s: float) -> None:
+        """See `ReplicaHandle.restart`."""
+        self.shutdown()
+        self._engine = self._spec.build()
+        self.restarts += 1
+
     def shutdown(self) -> None:
         """See `ReplicaHandle.shutdown`."""
         self.call_blocking("shutdown", timeout_s=_SHUTDOWN_S)
 
 
 class RayReplicaHandle(ReplicaHandle):
-    """An engine in a Ray actor."""
+    """An engine in a Ray actor.
 
-    def __init__(self, index: int, actor: Any) -> None:
-        super().__init__(index)
+    Ray starts the actor's process again when it ends, empty, so that the handle stays good wherever it was sent; the
+    driver's own copy then builds the engine in it.
+
+    Args:
+        index: Which replica.
+        span: See `ReplicaHandle`.
+        opens_device_buckets: See `ReplicaHandle`.
+        actor: Handle of a `ReplicaActor`.
+        arguments: What its `build` is given, in the driver; None in other processes.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        span: int,
+        opens_device_buckets: bool,
+        actor: Any,
+        arguments: tuple[Any, ...] | None = None,
+    ) -> None:
+        super().__init__(index, span, opens_device_buckets)
         self._actor = actor
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.index, self.span, self.opens_device_buckets, self._actor)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """See `ReplicaHandle.call`."""
         return await call_actor(self._actor.call.remote(method, *args), self.name, method, timeout_s)
+
+    def build(self) -> Any:
+        """Have the actor load its engine; returns Ray's reference to the answer."""
+        if self._arguments is None:
+            raise RolloutError(f"{self.name} can only be built by the process that started it")
+        return self._actor.build.remote(*self._arguments)
+
+    def restart(self, timeout_s: float) -> None:
+        """See `ReplicaHandle.restart`."""
+        import ray
+
+        try:
+            run_blocking(call_actor(self._actor.discard.remote(), self.name, "discard", _SHUTDOWN_S))
+        except (WorkerDiedError, WorkerTimeoutError):
+            ray.kill(self._actor, no_restart=False)
+        run_blocking(call_actor(self.build(), self.name, "restart", timeout_s))
+        self.restarts += 1
 
     def shutdown(self) -> None:
         """See `ReplicaHandle.shutdown`."""
@@ -121,15 +194,29 @@ class ReplicaActor:
     def __repr__(self) -> str:  # Ray puts it in front of the lines this process prints
         return self._name
 
-    async def build(self, spec: EngineSpec, num_threads: int | None, replicas_here: int) -> None:
+    async def build(
+        self, spec: EngineSpec, num_threads: int | None, replicas_here: int, visible_devices: str | None
+    ) -> None:
         """Load the engine. Errors come back from this call, since an actor's constructor hides them."""
         import torch
 
         torch.set_num_threads(num_threads or max(1, available_cores() // replicas_here))
-        self._engine = spec.build()
+        self._engine = spec.build(visible_devices)
+
+    async def discard(self) -> None:
+        """End the engine, if there is one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """One of the engine's methods."""
+        """One of the engine's methods.
+
+        Raises:
+            WorkerDiedError: There is no engine, because this process was started in place of one that ended.
+        """
+        if self._engine is None:
+            raise WorkerDiedError(f"{self._name} has no engine: the process that had it ended")
         return await getattr(self._engine, method)(*args)
 
 
@@ -149,30 +236,71 @@ def start_ray_replicas(spec: EngineSpec, pool: RayResourcePool, count: int, time
 
     from ppo_lib.single_controller.ray_group import threads_of_driver  # imports Ray, which a local run does without
 
-    places = [pool.bundle(rank) for rank in range(count)]
-    handles: list[ReplicaHandle] = []
+    places = [pool.bundle(index * spec.span) for index in range(count)]
+    holders = [_GpuHolders(pool, range(index * spec.span, (index + 1) * spec.span)) for index in range(count)]
+    handles: list[RayReplicaHandle] = []
     shared = ray.put(spec)
     try:
-        building = []
         for index, (group, bundle) in enumerate(places):
             options = {
                 "num_cpus": pool.cpu_share,
                 "num_gpus": pool.gpu_share,
                 "max_concurrency": _CALLS_AT_ONCE,
-                "max_restarts": 0,
+                "max_restarts": -1,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             }
             actor = ray.remote(ReplicaActor).options(**options).remote(index)
-            handles.append(RayReplicaHandle(index, actor))
             here = sum(other is group for other, _ in places)
-            building.append(actor.build.remote(shared, threads_of_driver(), here))
+            arguments = (shared, threads_of_driver(), here, holders[index].gpus(timeout_s))
+            handles.append(RayReplicaHandle(index, spec.span, spec.opens_device_buckets, actor, arguments))
+        building = [handle.build() for handle in handles]
         for handle, ref in zip(handles, building, strict=True):
             run_blocking(call_actor(ref, handle.name, "start", timeout_s))
     except BaseException:
         for handle in handles:
             handle.shutdown()
         raise
-    return handles
+    return list(handles)
+
+
+class _GpuHolders:
+    """Takes a share of the GPUs of all ranks that one replica spans, and knows which they are."""
+
+    def __init__(self, pool: RayResourcePool, ranks: range) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._actors: list[Any] = []
+        if not pool.use_gpu or len(ranks) == 1:
+            return  # Ray shows the replica's own actor the one GPU that is its
+        for rank in ranks:
+            group, bundle = pool.bundle(rank)
+            options = {
+                "num_cpus": 0,
+                "num_gpus": _SLIVER,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            }
+            self._actors.append(ray.remote(_GpuHolder).options(**options).remote())
+
+    def gpus(self, timeout_s: float) -> str | None:
+        """The GPUs, as in CUDA_VISIBLE_DEVICES; None where the replica's process sees what it needs anyway."""
+        import ray
+
+        if not self._actors:
+            return None
+        found = ray.get([actor.gpus.remote() for actor in self._actors], timeout=timeout_s)
+        for actor in self._actors:
+            ray.kill(actor)
+        return ",".join(gpu for gpus in found for gpu in gpus)
+
+
+class _GpuHolder:
+    """A Ray actor that says which GPU its bundle has."""
+
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 async def call_actor(ref: Any, name: str, method: str, timeout_s: float) -> Any:

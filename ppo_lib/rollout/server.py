@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ppo_lib.config import ActorRolloutRefConfig
+from ppo_lib.errors import WorkerDiedError, WorkerTimeoutError
 from ppo_lib.rollout.engine import SLEEP_TAGS, EngineStatus, GenerationRequest, TokenOutput
-from ppo_lib.rollout.engines import resolve_engine_name
+from ppo_lib.rollout.engines import engine_class, resolve_engine_name
 from ppo_lib.rollout.replica import EngineSpec, LocalReplicaHandle, ReplicaHandle, run_blocking, start_ray_replicas
 from ppo_lib.single_controller import RayResourcePool
+
+_PROBE_S = 20.0  # a replica that does not say how it is within this hangs
+
+logger = logging.getLogger(__name__)
 
 
 class LLMServerClient:
@@ -44,12 +50,24 @@ class LLMServerManager:
     """
 
     def __init__(
-        self, replicas: Sequence[ReplicaHandle], timeout_s: float, resource_pool: RayResourcePool | None = None
+        self,
+        replicas: Sequence[ReplicaHandle],
+        timeout_s: float,
+        resource_pool: RayResourcePool | None = None,
+        *,
+        request_timeout_s: float | None = None,
+        max_restarts: int = 0,
+        decodes_cohorts: bool = True,
     ) -> None:
         self.replicas = list(replicas)
         self.timeout_s = timeout_s
         self.weight_version = -1
-        self.client = LLMServerClient(replicas, timeout_s)
+        self.decodes_cohorts = decodes_cohorts
+        self.client = LLMServerClient(replicas, request_timeout_s or timeout_s)
+        self.give_weights: Callable[[ReplicaHandle], None] | None = None
+        """Sends one replica the current weights; set by the `CheckpointEngineManager`."""
+        self._max_restarts = max_restarts
+        self._restarting: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._pool = resource_pool
         if resource_pool is not None:
             resource_pool.acquire(self)
@@ -79,9 +97,19 @@ class LLMServerManager:
             timeout_s: Limit of every wait.
         """
         spec = EngineSpec(resolve_engine_name(engine_name, device_name), config, model_path, tokenizer, device_name)
-        if resource_pool is None:
-            return cls([LocalReplicaHandle(0, spec.build())], timeout_s)
-        return cls(start_ray_replicas(spec, resource_pool, num_replicas, timeout_s), timeout_s, resource_pool)
+        replicas = (
+            [LocalReplicaHandle(0, spec)]
+            if resource_pool is None
+            else start_ray_replicas(spec, resource_pool, num_replicas, timeout_s)
+        )
+        return cls(
+            replicas,
+            timeout_s,
+            resource_pool,
+            request_timeout_s=config.rollout.request_timeout_s,
+            max_restarts=config.rollout.max_restarts,
+            decodes_cohorts=engine_class(spec.engine_name).decodes_cohorts,
+        )
 
     @property
     def is_local(self) -> bool:
@@ -96,11 +124,65 @@ class LLMServerManager:
         """One request with the current weights, on the replica of its prompt row; see `LLMServerClient.generate`."""
         return await self.client.generate(request, request.order[0] % len(self.replicas), self.weight_version)
 
-    def broadcast(self, method: str, *args: Any) -> list[Any]:
-        """Call one method of every engine at the same time; the first error is raised once all have ended."""
+    async def recover(self, replica: int, restarts: int, error: Exception) -> None:
+        """Make a replica good again that failed a request; returns when it serves with the current weights.
+
+        Args:
+            replica: Which one.
+            restarts: Its `restarts` when the request was sent: it may have been restarted since.
+            error: How the request failed; raised where the replica is well, or was restarted too often.
+        """
+        if self.replicas[replica].restarts != restarts:
+            return
+        key = (replica, restarts)
+        if key not in self._restarting:
+            self._restarting[key] = asyncio.create_task(asyncio.to_thread(self._recover, replica, error))
+        await asyncio.shield(self._restarting[key])
+
+    def _recover(self, replica: int, error: Exception) -> None:
+        handle = self.replicas[replica]
+        if self._answers(handle):
+            raise error
+        self._restart(handle, error)
+        if self.give_weights is not None:
+            self.give_weights(handle)
+
+    def restart_lost(self, error: Exception) -> None:
+        """Restart the replicas that are dead or hang. They have no weights of the trainer's then.
+
+        Raises:
+            The given error: All replicas are well, so that it has another cause, or one was restarted too often.
+        """
+        lost = [handle for handle in self.replicas if not self._answers(handle)]
+        if not lost:
+            raise error
+        for handle in lost:
+            self._restart(handle, error)
+
+    def _answers(self, handle: ReplicaHandle) -> bool:
+        try:
+            handle.call_blocking("status", timeout_s=min(self.timeout_s, _PROBE_S))
+        except (WorkerDiedError, WorkerTimeoutError):
+            return False
+        return True
+
+    def _restart(self, handle: ReplicaHandle, error: Exception) -> None:
+        if handle.restarts >= self._max_restarts:
+            raise error
+        logger.warning(
+            "%s is lost (%s); starting it again, %d of at most %d times",
+            handle.name,
+            str(error).splitlines()[0],
+            handle.restarts + 1,
+            self._max_restarts,
+        )
+        handle.restart(self.timeout_s)
+
+    def broadcast(self, method: str, *args: Any, replicas: Sequence[ReplicaHandle] | None = None) -> list[Any]:
+        """Call one method of these engines (None: all) at the same time; the first error is raised once all ended."""
 
         async def all_of_them() -> list[Any]:
-            calls = [replica.call(method, *args, timeout_s=self.timeout_s) for replica in self.replicas]
+            calls = [replica.call(method, *args, timeout_s=self.timeout_s) for replica in replicas or self.replicas]
             return await asyncio.gather(*calls, return_exceptions=True)
 
         results = run_blocking(all_of_them())

@@ -7,6 +7,7 @@ as a single out-of-band array and at most one of them exists at a time.
 from __future__ import annotations
 
 import difflib
+import pickle
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from ppo_lib.errors import RolloutError
 
@@ -49,8 +51,8 @@ class WeightBucket:
     checksum: int
 
     @classmethod
-    def pack(cls, tensors: Iterable[NamedTensor]) -> WeightBucket:
-        """Copy tensors of any device and dtype into one host buffer."""
+    def pack(cls, tensors: Iterable[NamedTensor], device: torch.device | None = None) -> WeightBucket:
+        """Copy tensors of any device and dtype into one buffer on `device`; None is host memory."""
         tensors = list(tensors)
         entries: list[TensorEntry] = []
         offset = 0
@@ -60,10 +62,16 @@ class WeightBucket:
                 TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset, nbytes)
             )
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        data = torch.zeros(offset, dtype=torch.uint8)
+        data = torch.zeros(offset, dtype=torch.uint8, device=device)
         for entry, (_, tensor) in zip(entries, tensors, strict=True):
             _view(data, entry).copy_(tensor.detach())
-        return cls(tuple(entries), data.numpy(), _checksum(entries, data))
+        return cls(tuple(entries), data.numpy() if device is None else data, _checksum(entries, data))
+
+    def share(self) -> SharedBucket:
+        """What another process needs to open a bucket on a GPU; this one must be kept until it has."""
+        assert isinstance(self.data, torch.Tensor), "a bucket in host memory is sent as it is"
+        torch.cuda.synchronize(self.data.device)
+        return SharedBucket(self.entries, pickle.dumps(reduce_tensor(self.data)), self.checksum)
 
     def unpack(self) -> Iterator[NamedTensor]:
         """The tensors, as views of the buffer: copy them, never keep or write them.
@@ -81,19 +89,33 @@ class WeightBucket:
             yield entry.name, _view(data, entry)
 
 
-def buckets(named_tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[WeightBucket]:
-    """Pack tensors in order, at most `max_bytes` a bucket; a tensor above that is a bucket of its own."""
+@dataclass(frozen=True)
+class SharedBucket:
+    """A bucket that lies on a GPU and stays there: `handle` opens its memory in another process."""
+
+    entries: tuple[TensorEntry, ...]
+    handle: bytes
+    checksum: int
+
+
+def buckets(
+    named_tensors: Iterable[NamedTensor], max_bytes: int, device: torch.device | None = None
+) -> Iterator[WeightBucket]:
+    """Pack tensors in order, at most `max_bytes` a bucket; a tensor above that is a bucket of its own.
+
+    `device` is where the buckets lie; None is host memory.
+    """
     held: list[NamedTensor] = []
     size = 0
     for name, tensor in named_tensors:
         nbytes = tensor.numel() * tensor.element_size()
         if held and size + nbytes > max_bytes:
-            yield WeightBucket.pack(held)
+            yield WeightBucket.pack(held, device)
             held, size = [], 0
         held.append((name, tensor))
         size += nbytes
     if held:
-        yield WeightBucket.pack(held)
+        yield WeightBucket.pack(held, device)
 
 
 def _as_tensor(data: np.ndarray) -> torch.Tensor:

@@ -176,15 +176,14 @@ def _engine(config: PPOConfig, device: str) -> str:
     from ppo_lib.rollout import resolve_engine_name
     from ppo_lib.rollout.agent_loop import agent_loop_class
     from ppo_lib.rollout.checkpoint_engine import checkpoint_engine_factory
-    from ppo_lib.rollout.sglang.arguments import TAKEN
-    from ppo_lib.rollout.sglang.versions import check_arguments
+    from ppo_lib.rollout.sglang.arguments import check_rollout
 
     rollout = config.actor_rollout_ref.rollout
     agent_loop_class(rollout.agent.default_agent_loop)
     checkpoint_engine_factory(rollout.checkpoint_engine.backend)
     engine = resolve_engine_name(rollout.name, device)
     if engine == "sglang":
-        check_arguments(rollout.engine_kwargs.sglang, TAKEN)
+        check_rollout(rollout, device)
     for line in engine_notices(config, engine):
         logger.warning(line)
     return engine

@@ -300,6 +300,7 @@ class RayPPOTrainer(PPOStages):
                 gen_batch = self._get_gen_batch(batch)
                 gen_output = self._generate(gen_batch)
                 batch = self._join_rollouts(batch, gen_output)
+        metrics.update(batch.meta_info.pop("rollout_stats", {}))
         yield done("gen")
 
         with running("balance", timing):

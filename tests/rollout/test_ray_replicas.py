@@ -27,7 +27,7 @@ class Parts:
     """Two ranks, two replicas, one agent loop worker."""
 
     def __init__(self, path: str, timeout_s: float = 60.0, **rollout: object) -> None:
-        settings = {"load_format": "dummy", "response_length": 12, "agent.num_workers": 1, **rollout}
+        settings = {"load_format": "dummy", "response_length": 12, "agent.num_workers": 1, "max_restarts": 1, **rollout}
         self.config = ppo_config(path, "reward.num_workers=0", **settings)
         self.tokenizer = load_tokenizer(resolve_model_path("builtin:tiny-llama"))
         self.pool = RayResourcePool([2], use_gpu=False)
@@ -140,19 +140,34 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_actor(parts, tm
     pool.shutdown()
 
 
-def test_a_replica_killed_while_it_generates_is_named_within_seconds_and_all_is_cleaned_up(parts, no_leftovers):
-    parts.checkpoints.wake_replicas()
-
-    handles = parts.loops.submit(gen_batch_of(PROMPTS, n=400, temperature=2.0))
-    while not parts.servers.status()[1].running:
+def _kill_while_it_generates(parts: Parts, replica: int) -> tuple[list, int]:
+    """Submit a batch and kill the replica's process over it; returns the handles and the process."""
+    handles = parts.loops.submit(gen_batch_of(PROMPTS, n=200, temperature=2.0))
+    while not parts.servers.status()[replica].running:
         time.sleep(0.01)
+    process = parts.servers.status()[replica].detail["pid"]
+    os.kill(process, signal.SIGKILL)
+    return handles, process
+
+
+def test_a_killed_replica_is_restarted_with_the_current_weights_and_its_requests_run_again(parts, no_leftovers):
+    parts.group.change(7)
+    version = parts.checkpoints.update_weights(7)
+    handles, _ = _kill_while_it_generates(parts, 1)
+    output = parts.loops.collate(list(parts.loops.collect(handles)), gen_batch_of(PROMPTS, n=200))
+    assert [handle.restarts for handle in parts.servers.replicas] == [0, 1]
+    assert output.batch["weight_version_min"].unique().tolist() == [version]
+    _check_log_probs(parts, output)
+
+
+def test_a_replica_killed_more_often_than_allowed_is_named_within_seconds_and_all_is_cleaned_up(parts, no_leftovers):
     processes = [status.detail["pid"] for status in parts.servers.status()]
-    os.kill(processes[1], signal.SIGKILL)
+    handles, _ = _kill_while_it_generates(parts, 1)  # max_restarts is 1, and used up
     begin = time.monotonic()
     with pytest.raises(WorkerDiedError, match="rollout replica 1 died during generate"):
         list(parts.loops.collect(handles))
-    assert time.monotonic() - begin < 20
-    with pytest.raises(WorkerDiedError, match="rollout replica 1 died during status"):
+    assert time.monotonic() - begin < 40
+    with pytest.raises(WorkerDiedError, match="has no engine: the process that had it ended"):
         parts.servers.status()
     parts.close()
     assert not no_leftovers.survivors(set(processes))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ppo_lib.rollout.sglang.versions import is_installed
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "rollout"))  # what the tests of all engines share
 
-INSTALLED = importlib.util.find_spec("sglang") is not None
+INSTALLED = is_installed()
 if not INSTALLED:
     collect_ignore_glob = ["test_*.py"]
 
@@ -56,7 +57,7 @@ if INSTALLED:
 
     @pytest.fixture(scope="session")
     def shared_engine(model_dirs: dict[str, str]) -> Iterator[Callable[[str], SGLangEngine]]:
-        """One engine per family for the whole run, with the weights of `models`; whoever changes them puts them back."""
+        """One engine per family for the whole run, with the weights of `models` unless a test puts them back."""
         engines: dict[str, SGLangEngine] = {}
 
         def get(family: str) -> SGLangEngine:

@@ -34,7 +34,7 @@ class AgentSample:
         params: How to sample the first response; `seed` is the sample's own.
         columns: The row's object columns, as the dataset writes them.
         replica: The replica that serves this sample, at every turn.
-        cohort: The samples decoded together with this one's first response.
+        cohort: The samples decoded together with this one's first response; None where it does not matter.
         min_weight_version: Weights older than this are refused.
     """
 
@@ -47,7 +47,7 @@ class AgentSample:
     params: SamplingParams
     columns: dict[str, Any]
     replica: int
-    cohort: Cohort
+    cohort: Cohort | None
     min_weight_version: int
 
     def __str__(self) -> str:
@@ -72,6 +72,7 @@ class AgentLoopOutput:
         weight_version_max: Newest weights that a token came from.
         reward: The reward loop's score, where there is one.
         timing: Seconds by activity (`generate_sequences`, `tool_calls`, `reward`).
+        stats: What the engine says of its work, by metric name; see `TokenOutput`.
     """
 
     index: int
@@ -86,6 +87,7 @@ class AgentLoopOutput:
     weight_version_max: int
     reward: RewardResult | None = None
     timing: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 class AgentLoopBase(ABC):

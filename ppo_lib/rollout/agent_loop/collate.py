@@ -31,7 +31,7 @@ def collate(
         (B, L + R), `prompt_row`, `weight_version_min`, `weight_version_max` (B), all int64; `rollout_log_probs` (B, R)
         float32 where the samples have them; `greedy` (B) bool where the batch has it; `rm_scores` (B, R) float32 where
         they were scored. Object columns `__num_turns__`, `finish_reason` and what the scorer reported.
-        Meta_info `timing`, `reward_extra_keys`.
+        Meta_info `timing`, `reward_extra_keys`, `rollout_stats` (metrics).
 
     Raises:
         RolloutError: A sample is missing, or a response is longer than R or its parts differ in length.
@@ -74,7 +74,11 @@ def collate(
             "finish_reason": np.array([sample.finish_reason for sample in samples], dtype=object),
             **extra,
         },
-        meta_info={"timing": _timing(samples, attention), "reward_extra_keys": list(extra)},
+        meta_info={
+            "timing": _timing(samples, attention),
+            "reward_extra_keys": list(extra),
+            "rollout_stats": _stats(samples),
+        },
     )
 
 
@@ -100,6 +104,15 @@ def _rows(rows: Sequence[Any], width: int, dtype: torch.dtype, fill: int = 0) ->
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row, dtype=dtype)
     return out
+
+
+def _stats(samples: Sequence[AgentLoopOutput]) -> dict[str, float]:
+    """Means over the samples of which the engine reported something: `rollout/spec_accept_rate` and the like."""
+    stats: dict[str, float] = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.stats):
+        values = [sample.stats[name] for sample in samples if name in sample.stats]
+        stats[f"rollout/{name}"] = sum(values) / len(values)
+    return stats
 
 
 def _timing(samples: Sequence[AgentLoopOutput], attention: torch.Tensor) -> dict[str, float]:

@@ -14,16 +14,18 @@ from functools import partial
 from typing import Any
 
 from ppo_lib.config import PPOConfig, worker_count
-from ppo_lib.errors import WorkerTimeoutError
+from ppo_lib.errors import WorkerDiedError, WorkerTimeoutError
 from ppo_lib.reward import RewardLoopManager, RewardSample
 from ppo_lib.rollout.agent_loop.base import AgentLoopOutput, AgentSample
 from ppo_lib.rollout.agent_loop.collate import collate
 from ppo_lib.rollout.agent_loop.runners import ActorRunner, InProcessRunner, LoopRunner
 from ppo_lib.rollout.agent_loop.samples import samples_of
+from ppo_lib.rollout.placing import Placer
 from ppo_lib.rollout.server import LLMServerManager
 from protocol import DataProto
 
 _CALL_OFF_S = 10.0
+_QUEUED_AHEAD = 2  # samples sent to a replica for each that it runs, so that it never waits for the next
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class AgentLoopManager:
         self._reward_loop = reward_loop
         self._submitted = 0
         self._runner = self._make_runner()
+        self._placer: Placer | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ppo_lib-agent-loops", daemon=True)
         self._thread.start()
@@ -151,12 +154,32 @@ class AgentLoopManager:
 
     async def _finish(self, sample: AgentSample, scored: bool) -> AgentLoopOutput:
         """Generate and, where it is to be scored here, score one sample."""
-        output = await self._runner.run(sample)
+        output = await self._generate(sample)
         if self._reward_loop is None or not scored:
             return output
         begin = time.monotonic()
         reward = await self._reward_loop.score(RewardSample.from_columns(sample.columns, output.response_ids))
         return replace(output, reward=reward, timing={**output.timing, "reward": time.monotonic() - begin})
+
+    async def _generate(self, sample: AgentSample) -> AgentLoopOutput:
+        """Run a sample's loop on its replica, or on the one with the least to do where that is free to choose."""
+        if self._servers.decodes_cohorts:
+            return await self._steadily(sample)
+        if self._placer is None:
+            in_flight = _QUEUED_AHEAD * self._section.rollout.max_num_seqs
+            self._placer = Placer(len(self._servers.replicas), in_flight)
+        async with self._placer.place((sample.batch, sample.uid)) as replica:
+            return await self._steadily(replace(sample, replica=replica))
+
+    async def _steadily(self, sample: AgentSample) -> AgentLoopOutput:
+        """Run it, and again from the start if its replica was lost over it."""
+        while True:
+            restarts = self._servers.replicas[sample.replica].restarts
+            try:
+                return await self._runner.run(sample)
+            except (WorkerDiedError, WorkerTimeoutError) as error:
+                await self._servers.recover(sample.replica, restarts, error)
+                sample = replace(sample, cohort=None)  # those of its cohort that are through do not come again
 
     def _call_off(self, handles: Sequence[SampleHandle]) -> None:
         """Cancel what is unfinished, which the engines notice, and see it ended."""

@@ -93,7 +93,7 @@ def samples_of(
                 params=replace(params, seed=seed, greedy=greedy[row]),
                 columns={name: column[row] for name, column in columns.items()},
                 replica=replicas[row],
-                cohort=Cohort(batch_name, sizes[replicas[row]]),
+                cohort=Cohort(batch_name, sizes[replicas[row]]) if servers.decodes_cohorts else None,
                 min_weight_version=servers.weight_version,
             )
         )

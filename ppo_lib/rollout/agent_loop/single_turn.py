@@ -27,4 +27,5 @@ class SingleTurnAgentLoop(AgentLoopBase):
             weight_version_min=output.weight_version_min,
             weight_version_max=output.weight_version_max,
             timing={"generate_sequences": time.monotonic() - begin},
+            stats=output.stats,
         )

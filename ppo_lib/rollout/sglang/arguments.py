@@ -7,8 +7,8 @@ import os
 import socket
 from typing import Any
 
-from ppo_lib.config import ActorRolloutRefConfig
-from ppo_lib.errors import RolloutError
+from ppo_lib.config import ActorRolloutRefConfig, RolloutConfig
+from ppo_lib.errors import ConfigError, RolloutError
 from ppo_lib.rollout.sglang.versions import check_arguments
 
 LOADER = "ppo_lib.rollout.sglang.loader.load"
@@ -16,6 +16,7 @@ RESERVED = 8  # positions that SGLang keeps for itself out of a context
 TAKEN = ("model_path", "tokenizer_path", "dtype", "context_length", "custom_weight_loader", "tp_size", "device")
 """Arguments that follow from other keys of the configuration and cannot be passed through."""
 
+_CPU_CACHE_TOKENS = 32768  # unless engine_kwargs.sglang.max_total_tokens says otherwise
 _CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -24,6 +25,30 @@ _CPU = {
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
 }
+
+
+def check_rollout(rollout: RolloutConfig, device: str) -> None:
+    """Refuse what this engine cannot do, before anything starts.
+
+    Args:
+        rollout: The section `rollout`.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: `engine_kwargs.sglang` names an argument that the installed version does not have, or two settings
+            do not go together here.
+    """
+    check_arguments(rollout.engine_kwargs.sglang, TAKEN)
+    if rollout.ignore_eos and (rollout.stop or rollout.stop_token_ids):
+        key = "stop" if rollout.stop else "stop_token_ids"
+        raise ConfigError(
+            f"rollout.ignore_eos=true and rollout.{key}: with ignore_eos sglang ignores every stop; leave one of them "
+            "out, or use rollout.name=hf"
+        )
+    if device == "cpu" and rollout.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs GPUs; set it to 1 on a CPU"
+        )
 
 
 def engine_arguments(
@@ -40,11 +65,11 @@ def engine_arguments(
         tokenizer_path: Where the tokenizer lies; None starts the engine without one.
 
     Raises:
-        ConfigError: `engine_kwargs.sglang` names an argument that the installed version does not have.
+        ConfigError: See `check_rollout`.
     """
     rollout = config.rollout
     passed = dict(rollout.engine_kwargs.sglang)
-    check_arguments(passed, TAKEN)
+    check_rollout(rollout, device)
     arguments: dict[str, Any] = {
         "model_path": model_path,
         "load_format": rollout.load_format,
@@ -67,8 +92,9 @@ def engine_arguments(
     if config.model.override_config:
         arguments["json_model_override_args"] = json.dumps(dict(config.model.override_config))
     if device == "cpu":
-        # The cache of a CPU is sized from the machine's whole memory unless told: enough for all rows at full length.
-        arguments |= {**_CPU, "max_total_tokens": rollout.max_num_seqs * context}
+        # Unless told, SGLang sizes its cache from the machine's whole memory.
+        enough = rollout.max_num_seqs * context
+        arguments |= {**_CPU, "max_total_tokens": min(enough, max(_CPU_CACHE_TOKENS, context))}
         if passed.get("enable_deterministic_inference"):
             # The choice is checked against backends with deterministic kernels, then these two are what runs.
             arguments |= {"attention_backend": "triton"} | {
@@ -102,18 +128,18 @@ def check_ports(arguments: dict[str, Any]) -> None:
                     ) from None
 
 
-def host_environment(device: str, folder: str, threads: int, visible_devices: str | None) -> dict[str, str]:
+def host_environment(device: str, folder: str, visible_devices: str | None) -> dict[str, str]:
     """The environment of the engine's processes.
 
     Args:
         device: `cpu` or `cuda`.
         folder: Where they put their sockets and files.
-        threads: Arithmetic threads on a CPU.
         visible_devices: The GPUs to use; None keeps this process's.
     """
     environment = {**os.environ, "TMPDIR": folder, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     if device == "cpu":
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1"}
+        # One thread unless asked otherwise: on a busy machine SGLang's threads wait for one another, thirtyfold.
+        environment = {"OMP_NUM_THREADS": "1", **environment, "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     if visible_devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices
     return environment

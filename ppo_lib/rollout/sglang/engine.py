@@ -39,7 +39,7 @@ from ppo_lib.rollout.hf_model import context_length, end_token_ids, model_outlin
 from ppo_lib.rollout.sglang.arguments import RESERVED, check_ports, engine_arguments, host_environment
 from ppo_lib.rollout.sglang.process import HostProcess, make_folder
 from ppo_lib.rollout.sglang.versions import require_sglang
-from ppo_lib.rollout.weights import WeightBucket, WeightLedger
+from ppo_lib.rollout.weights import SharedBucket, WeightBucket, WeightLedger
 
 _ONLY_THE_LIKELIEST = 1e-6  # top_p that leaves one token and, unlike SGLang's greedy mode, scales log-probs
 
@@ -56,6 +56,7 @@ class _Call:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 class SGLangEngine(RolloutEngine):
@@ -73,6 +74,8 @@ class SGLangEngine(RolloutEngine):
         ConfigError: `engine_kwargs.sglang` has an argument that the installed version does not know.
         ModelError: The model cannot be loaded.
     """
+
+    opens_device_buckets = True
 
     def __init__(
         self,
@@ -105,7 +108,8 @@ class SGLangEngine(RolloutEngine):
         self._updated: Future[None] | None = None  # done when the update under way has ended
         self._unusable = "it has not been sent any weights yet" if self._config.load_format == "dummy" else ""
         self._version = -1
-        self._parts: list[tuple[dict[str, Any], Future[None]]] = []
+        self._parts: dict[int, SharedBucket] = {}
+        self._loaded: Future[None] = Future()  # of the bucket whose parts are arriving
         self._stopped = False
 
     def _start(
@@ -134,7 +138,7 @@ class SGLangEngine(RolloutEngine):
         check_ports(passed)
         if tokenizer_path:
             tokenizer.save_pretrained(tokenizer_path)
-        environment = host_environment(device, folder, torch.get_num_threads(), visible_devices)
+        environment = host_environment(device, folder, visible_devices)
         process = HostProcess(arguments, environment, folder, fork=self._on_cpu, echo="log_level" in passed)
         self._facts = process.wait_until_ready()
         return process
@@ -149,7 +153,8 @@ class SGLangEngine(RolloutEngine):
         self._hold(call)
         try:
             while True:
-                await self._until_updated()
+                while not self._enter(call):
+                    await self._until_updated()
                 if call.aborted:
                     return self._output(call, "abort")
                 self._check_state(request, min_weight_version)
@@ -187,10 +192,25 @@ class SGLangEngine(RolloutEngine):
         self._ledger = WeightLedger(self._outline)
         await self._attempt(self._process.call("begin_update"))
 
-    async def update_bucket(self, bucket: WeightBucket) -> None:
-        """See `RolloutEngine.update_bucket`."""
+    async def update_bucket(self, bucket: WeightBucket | SharedBucket, part: int = 0, parts: int = 1) -> None:
+        """See `RolloutEngine.update_bucket`. With several GPUs each sends its part: all return once all are loaded."""
         ledger = self._open_ledger()
-        await self._attempt(self._load(ledger, bucket))
+        if isinstance(bucket, WeightBucket):
+            return await self._attempt(self._load_from_memory(ledger, bucket))
+        with self._lock:
+            self._parts[part] = bucket
+            loaded = self._loaded
+            mine = len(self._parts) == parts
+            if mine:
+                handles = [self._parts[i].handle for i in range(parts)]
+                self._parts, self._loaded = {}, Future()
+        if mine:
+            try:
+                await self._attempt(self._load(ledger, bucket, [{"ipc": handle.hex()} for handle in handles]))
+                loaded.set_result(None)
+            except BaseException as error:
+                loaded.set_exception(error)
+        await asyncio.wrap_future(loaded)
 
     async def finish_update(self, version: int) -> None:
         """See `RolloutEngine.finish_update`."""
@@ -293,7 +313,6 @@ class SGLangEngine(RolloutEngine):
         """Have SGLang go on with a request; returns why it stopped."""
         version, wants = self._version, call.request.params.logprobs
         prompt = [*call.request.prompt_ids, *call.tokens]
-        call.in_engine = True
         try:
             answer = await self._process.call("generate", call.rid, prompt, self._params(call), wants)
         except asyncio.CancelledError:
@@ -306,6 +325,7 @@ class SGLangEngine(RolloutEngine):
         call.log_probs += answer["log_probs"] or []
         if answer["ids"]:
             call.versions.append(version)
+        call.stats = answer["stats"]
         return answer["finish"]
 
     def _check_answer(self, call: _Call, answer: dict[str, Any], version: int) -> None:
@@ -353,9 +373,16 @@ class SGLangEngine(RolloutEngine):
             finish_reason=finish,  # type: ignore[arg-type]
             weight_version_min=min(versions),
             weight_version_max=max(versions),
+            stats=call.stats,
         )
 
     # ------------------------------------------------------------------ weights
+
+    def _enter(self, call: _Call) -> bool:
+        """Mark a request as one that an update has to wait for; False while an update is under way."""
+        with self._lock:
+            call.in_engine = self._updated is None
+        return call.in_engine
 
     async def _until_updated(self) -> None:
         updated = self._updated
@@ -395,7 +422,18 @@ class SGLangEngine(RolloutEngine):
         if updated is not None:
             updated.set_result(None)
 
-    async def _load(self, ledger: WeightLedger, bucket: WeightBucket) -> None:
+    async def _load_from_memory(self, ledger: WeightLedger, bucket: WeightBucket) -> None:
+        assert isinstance(bucket.data, np.ndarray)
+        file = await asyncio.to_thread(self._write, bucket.data)
+        try:
+            await self._load(ledger, bucket, [{"file": str(file)}])
+        finally:
+            file.unlink(missing_ok=True)
+
+    async def _load(
+        self, ledger: WeightLedger, bucket: WeightBucket | SharedBucket, sources: list[dict[str, str]]
+    ) -> None:
+        """Count a bucket and have SGLang load it, from one source for all its ranks or one for each."""
         uncounted = [entry.name for entry in bucket.entries if not ledger.take(entry.name, entry.shape)]
         order = {
             "order": "bucket",
@@ -403,12 +441,7 @@ class SGLangEngine(RolloutEngine):
             "checksum": bucket.checksum,
             "uncounted": uncounted,
         }
-        assert isinstance(bucket.data, np.ndarray)
-        file = await asyncio.to_thread(self._write, bucket.data)
-        try:
-            await self._process.call("load_bucket", [{**order, "file": str(file)}])
-        finally:
-            file.unlink(missing_ok=True)
+        await self._process.call("load_bucket", [{**order, **source} for source in sources])
 
     def _write(self, data: np.ndarray) -> Path:
         """Put a bucket where the schedulers can map it: shared memory if it fits."""

@@ -12,10 +12,12 @@ import json
 import multiprocessing.context
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from ppo_lib.rollout.sglang.arguments import LOADER
 from ppo_lib.rollout.sglang.process import receive, send
 
 _ABORT_AGAIN_S = 0.05
+_IDLE_LIMIT_S = 10.0
 
 
 class Host:
@@ -72,7 +75,7 @@ class Host:
             "matched": finish.get("matched"),
             "message": finish.get("message"),
             "version": meta.get("weight_version"),
-            "spec": {name: meta[name] for name in ("spec_accept_rate", "spec_accept_length") if name in meta},
+            "stats": {name: float(meta[name]) for name in ("spec_accept_rate", "spec_accept_length") if name in meta},
         }
 
     async def abort(self, rids: list[str]) -> None:
@@ -90,13 +93,16 @@ class Host:
         await self._manager.get_internal_state()
 
     async def flush(self) -> None:
-        """Drop the prefix cache."""
-        answer = await self._manager.flush_cache()
-        if not answer.success:
-            raise RolloutError(f"sglang did not flush its cache: {getattr(answer, 'message', '')}")
+        """Drop the prefix cache. SGLang does so only when idle, which it is a moment after its last answer."""
+        deadline = time.monotonic() + _IDLE_LIMIT_S
+        while not (answer := await self._manager.flush_cache()).success:
+            if time.monotonic() > deadline:
+                raise RolloutError(f"sglang did not flush its cache: {getattr(answer, 'message', 'it is not idle')}")
+            await asyncio.sleep(0.01)
 
     async def release(self, tags: list[str]) -> None:
-        """Give memory up."""
+        """Give memory up. Asked when it is not idle, SGLang would end."""
+        await self.flush()
         await self._manager.release_memory_occupation(self._io.ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume(self, tags: list[str]) -> None:
@@ -210,8 +216,9 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
     try:
         while True:
             inbox.put(receive(connection))
-    except BaseException:
-        os.killpg(0, signal.SIGKILL)  # the replica is gone, and with it the use of this whole group
+    except BaseException:  # the replica is gone, and with it the use of this whole group
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
 
 
 async def _serve(host: Host, connection: socket.socket, inbox: queue.SimpleQueue[Any], lock: threading.Lock) -> None:

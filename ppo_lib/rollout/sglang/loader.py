@@ -50,8 +50,7 @@ def _begin(model: Any, order: dict[str, Any]) -> dict[str, Any]:
 def _bucket(model: Any, order: dict[str, Any]) -> dict[str, Any]:
     data = _mapped(order["file"]) if "file" in order else _on_this_device(order["ipc"])
     entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in order["entries"])
-    bucket = WeightBucket(entries, data, order["checksum"])
-    named = list(bucket.unpack())
+    named = list(WeightBucket(entries, data, order["checksum"]).unpack())
     model.load_weights(iter(named))
     dtype, uncounted = next(model.parameters()).dtype, set(order["uncounted"])
     for name, tensor in named:

@@ -52,6 +52,7 @@ class HostProcess:
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._echo = echo
         self._gone: BaseException | None = None
+        self._ended = False
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
@@ -118,6 +119,10 @@ class HostProcess:
 
     def end(self, why: str = "it was shut down") -> None:
         """Kill the host and all below it, answer what waits, remove its files. Safe to call twice."""
+        with self._lock:
+            ended, self._ended = self._ended, True
+        if ended:
+            return  # the group's number may be another's by now
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

@@ -21,8 +21,12 @@ INSTALL = (
 
 
 def is_installed() -> bool:
-    """Whether there is a package `sglang` to import."""
-    return importlib.util.find_spec("sglang") is not None
+    """Whether SGLang is installed (a folder of that name on the path would pass for a package, but has no version)."""
+    try:
+        importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def require_sglang() -> str:

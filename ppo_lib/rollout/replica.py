@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -169,10 +170,17 @@ class RayReplicaHandle(ReplicaHandle):
         """See `ReplicaHandle.restart`."""
         import ray
 
-        try:
-            run_blocking(call_actor(self._actor.discard.remote(), self.name, "discard", _SHUTDOWN_S))
-        except (WorkerDiedError, WorkerTimeoutError):
-            ray.kill(self._actor, no_restart=False)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                run_blocking(call_actor(self._actor.discard.remote(), self.name, "restart", _SHUTDOWN_S))
+                break
+            except WorkerTimeoutError:
+                ray.kill(self._actor, no_restart=False)
+            except WorkerDiedError:  # Ray is starting its process again
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
         run_blocking(call_actor(self.build(), self.name, "restart", timeout_s))
         self.restarts += 1
 
@@ -314,7 +322,7 @@ async def call_actor(ref: Any, name: str, method: str, timeout_s: float) -> Any:
         Exception: What the method raised, as its own class.
     """
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
     try:
         return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
@@ -325,6 +333,8 @@ async def call_actor(ref: Any, name: str, method: str, timeout_s: float) -> Any:
         cause = error.cause if isinstance(error.cause, Exception) else error
         add_note(cause, f"raised by {name} in {method}")
         raise cause from None
+    except ActorUnavailableError as error:
+        raise WorkerDiedError(f"{name} died during {method}: its process ended and Ray is starting another") from error
     except RayError as error:
         raise WorkerDiedError(f"{name} died during {method}: {why_it_ended(error)}") from error
     except TimeoutError:

@@ -136,7 +136,7 @@ class SGLangEngine(RolloutEngine):
         self._fits = min(self._context, positions - 2)  # SGLang stops two short of the end
         arguments = engine_arguments(config, model_path, device, positions, dtype, tokenizer_path)
         check_ports(passed)
-        if tokenizer_path:
+        if tokenizer_path and tokenizer is not None:
             tokenizer.save_pretrained(tokenizer_path)
         environment = host_environment(device, folder, visible_devices)
         process = HostProcess(arguments, environment, folder, fork=self._on_cpu, echo="log_level" in passed)

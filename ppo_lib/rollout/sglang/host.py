@@ -141,7 +141,7 @@ class Host:
             MultiprocessingSerializer.serialize([(json.dumps({**order, "report": str(self._report)}), torch.empty(0))])
             for order in (orders if len(orders) > 1 else orders * ranks)
         ]
-        kind = self._io.UpdateWeightsFromTensorReqInput
+        kind: Any = self._io.UpdateWeightsFromTensorReqInput
         target = {"selector": "target"} if versions.selects_runners(kind) else {"disable_draft_model": True}
         request = kind(
             serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False, weight_version=version, **target

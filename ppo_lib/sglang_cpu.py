@@ -1,7 +1,7 @@
 """What SGLang needs to be imported where torch has no CUDA.
 
-Two packages that SGLang imports expect CUDA builds to be there: its own compiled kernels (`sgl_kernel`), which no path
-on a CPU ever calls, and torchvision, which declares rules for two operators that only exist in builds that match
+Two packages that SGLang imports expect CUDA builds to be there: its own compiled kernels (`sgl_kernel`), of which our
+paths on a CPU call one, and torchvision, which declares rules for two operators that only exist in builds that match
 torch's. `python -m ppo_lib.sglang_cpu`, the last step of `make setup-sglang-cpu`, writes a `.pth` file that imports
 this module in every interpreter of the environment, since with torchvision installed transformers imports it too.
 
@@ -20,8 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_LOW = 0xFFFFFFFF
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_libraries: list[Any] = []  # torch forgets a schema when its library is collected
+_libraries: dict[str, Any] = {}  # torch forgets a schema when its library is collected
 
 
 class _Kernels(ModuleType):
@@ -47,7 +48,44 @@ class _KernelsLoader(Loader):
         return _Kernels(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        import torch
+
+        library = torch.library.Library("sgl_kernel", "FRAGMENT")
+        library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+        library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+        _libraries["sgl_kernel"] = library
+
+
+def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
+    """The one kernel that is called, in deterministic mode: MurmurHash3 (x86, 32 bits, from 0) of 16 bytes.
+
+    They are the seed (64 bits), the position and the column, so that every cell has a random number of its own.
+
+    Args:
+        seed: (n,) integers.
+        positions: (n,) integers.
+        columns: (m,) integers.
+
+    Returns:
+        (n, m) uint32.
+    """
+    import torch
+
+    def rotate(x: Any, bits: int) -> Any:
+        return ((x << bits) | (x >> (32 - bits))) & _LOW
+
+    def mix(state: Any, word: Any) -> Any:
+        word = rotate(word * 0xCC9E2D51 & _LOW, 15) * 0x1B873593 & _LOW
+        return rotate(state ^ word, 13) * 5 + 0xE6546B64 & _LOW
+
+    wide = seed.to(torch.int64).view(-1, 1)
+    state = torch.zeros_like(wide)
+    for word in (wide & _LOW, (wide >> 32) & _LOW, positions.view(-1, 1) & _LOW, columns.view(1, -1) & _LOW):
+        state = mix(state, word.to(torch.int64))
+    state = state ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ (state >> shift)) * factor & _LOW
+    return (state ^ (state >> 16)).to(torch.uint32)
 
 
 class CpuStandIns(MetaPathFinder):
@@ -64,7 +102,7 @@ class CpuStandIns(MetaPathFinder):
         return None
 
     def _declare_operators(self) -> None:
-        if _libraries or self._is_cuda():
+        if "torchvision" in _libraries or self._is_cuda():
             return
         import torch
 
@@ -72,7 +110,7 @@ class CpuStandIns(MetaPathFinder):
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
                 library.define(f"{name}{_NMS}")
-        _libraries.append(library)
+        _libraries["torchvision"] = library
 
     @staticmethod
     def _is_cuda() -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from ppo_lib.single_controller.future import DataProtoFuture
     from ppo_lib.single_controller.local_group import LocalWorkerGroup
+    from ppo_lib.single_controller.pool_parts import merge_resource_pool, split_resource_pool
     from ppo_lib.single_controller.ray_group import RayWorkerGroup
     from ppo_lib.single_controller.ray_runtime import available_cores, ensure_ray
     from ppo_lib.single_controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -46,8 +47,10 @@ _HOME = {
     "create_colocated_worker_cls": "colocate",
     "ensure_ray": "ray_runtime",
     "make_nd_compute_dataproto_dispatch_fn": "dispatch",
+    "merge_resource_pool": "pool_parts",
     "register": "decorator",
     "register_dispatch_mode": "dispatch",
+    "split_resource_pool": "pool_parts",
 }
 
 __all__ = [
@@ -69,8 +72,10 @@ __all__ = [
     "create_colocated_worker_cls",
     "ensure_ray",
     "make_nd_compute_dataproto_dispatch_fn",
+    "merge_resource_pool",
     "register",
     "register_dispatch_mode",
+    "split_resource_pool",
 ]
 
 

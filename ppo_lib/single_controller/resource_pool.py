@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -75,18 +76,28 @@ class RayResourcePool:
             ConfigError: the cluster is too small.
             WorkerTimeoutError: the cluster is large enough but its slots stay taken.
         """
-        groups = self.placement_groups()
-        for group, size in zip(groups, self.process_on_nodes):
-            if rank < size:
-                return group, rank
-            rank -= size
-        raise ConfigError(f"resource pool {self.name_prefix!r} has {self.world_size} ranks")
+        node = self.node_of(rank)
+        return self.placement_groups()[node], rank - sum(self.process_on_nodes[:node])
+
+    def node_of(self, rank: int) -> int:
+        """Which entry of `process_on_nodes` a rank belongs to.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"resource pool {self.name_prefix!r} has {self.world_size} ranks")
+        return next(i for i, end in enumerate(accumulate(self.process_on_nodes)) if rank < end)
 
     def placement_groups(self) -> list[PlacementGroup]:
-        """One placement group per node, in the order of the ranks, reserved on first use; errors as `bundle`."""
+        """One placement group per node, in the order of the ranks, reserved on first use; errors as `bundle`.
+
+        Of nodes with as many ranks, the one with the lower address comes first, so that a rank finds itself on the
+        same node in every run on the same machines.
+        """
         if not self._groups:
             check_cluster([self])
-            self._groups = self._reserve()
+            self._groups = in_order_of_nodes(self._reserve(), self.process_on_nodes)
         return self._groups
 
     def _reserve(self) -> list[PlacementGroup]:
@@ -111,7 +122,7 @@ class RayResourcePool:
         except BaseException:
             _remove(groups)
             raise
-        self._finalizer = weakref.finalize(self, _remove, groups)
+        self._finalizer = weakref.finalize(self, _remove, list(groups))
         self._finalizer.atexit = False  # Ray gives a driver's slots back when the driver leaves
         return groups
 
@@ -197,6 +208,24 @@ class ResourcePoolManager:
         """Give all slots back."""
         for pool in self.resource_pool_dict.values():
             pool.shutdown()
+
+
+def in_order_of_nodes(groups: list[PlacementGroup], sizes: list[int]) -> list[PlacementGroup]:
+    """Placement groups of the same size exchanged so that they follow the addresses of their nodes."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    nodes = {node["NodeID"]: (_address_key(node["NodeManagerAddress"]), node["NodeID"]) for node in ray.nodes()}
+    at = {group.id: nodes[next(iter(placement_group_table(group)["bundles_to_node_id"].values()))] for group in groups}
+    ordered = {size: [g for g, s in zip(groups, sizes) if s == size] for size in set(sizes)}
+    for same in ordered.values():
+        same.sort(key=lambda group: at[group.id])
+    return [ordered[size].pop(0) for size in sizes]
+
+
+def _address_key(address: str) -> tuple[Any, ...]:
+    """Numbers in an address compare as numbers: 10.0.0.9 stands before 10.0.0.10."""
+    return tuple(int(part) if part.isdigit() else -1 for part in address.split(".")) + (address,)
 
 
 def check_cluster(pools: list[RayResourcePool]) -> None:

@@ -6,7 +6,13 @@ import pytest
 import ray
 
 from ppo_lib.errors import ConfigError, WorkerTimeoutError
-from ppo_lib.single_controller import RayResourcePool, ResourcePoolManager, Role
+from ppo_lib.single_controller import (
+    RayResourcePool,
+    ResourcePoolManager,
+    Role,
+    merge_resource_pool,
+    split_resource_pool,
+)
 from ppo_lib.single_controller import resource_pool as module
 
 
@@ -93,3 +99,49 @@ def test_the_manager_finds_a_roles_pool_and_checks_all_pools_together(ray_cluste
         ResourcePoolManager({"main": [3], "other": [2]}, mapping).create_resource_pool()
     with pytest.raises(ConfigError, match="role critic is mapped to resource pool 'othr'; there are main"):
         ResourcePoolManager({"main": [1]}, {Role.Critic: "othr"})
+
+
+def test_parts_of_a_pool_keep_its_slots_and_its_reservation(ray_cluster):
+    class User: ...
+
+    pool = RayResourcePool([2, 1], name_prefix="whole")
+    first, second = split_resource_pool(pool, [1, 2])
+    user, other = User(), User()
+    try:
+        assert [p.process_on_nodes for p in (first, second)] == [[1], [1, 1]]
+        assert [first.bundle(0), second.bundle(0), second.bundle(1)] == [pool.bundle(rank) for rank in range(3)]
+        with pytest.raises(ConfigError, match="'whole_part1' has 2 ranks"):
+            second.bundle(2)
+        first.acquire(user)
+        second.acquire(other)
+        groups = pool.placement_groups()
+        second.release(other)
+        assert [state(group) for group in groups] == ["CREATED", "CREATED"]
+        first.release(user)
+        assert [state(group) for group in groups] == ["REMOVED", "REMOVED"]
+    finally:
+        pool.shutdown()
+
+
+def test_pools_that_were_split_can_be_merged_in_another_order():
+    pool = RayResourcePool([2, 2], name_prefix="whole")
+    parts = split_resource_pool(pool, 2)
+    assert [part.process_on_nodes for part in parts] == [[2], [2]]
+    merged = merge_resource_pool(parts[1], parts[0])
+    assert (merged.world_size, merged.process_on_nodes) == (4, [2, 2])
+    assert merged.name_prefix == "whole_part1_and_whole_part0"
+    with pytest.raises(ConfigError, match="slots of different kinds"):
+        merge_resource_pool(pool, RayResourcePool([1], use_gpu=True))
+    with pytest.raises(ConfigError, match="two resource pools or more"):
+        merge_resource_pool(pool)
+
+
+@pytest.mark.parametrize("size", [3, 0, [1, 2], [4, 0], [2, 2, 2]])
+def test_parts_must_make_up_the_pool(size):
+    with pytest.raises(ConfigError, match=r"has 4 ranks and cannot be split into .* add up to 4"):
+        split_resource_pool(RayResourcePool([4]), size)
+
+
+def test_addresses_compare_as_numbers():
+    addresses = ["10.0.0.10", "10.0.0.9", "9.1.1.1", "host-b", "host-a"]
+    assert sorted(addresses, key=module._address_key) == ["host-a", "host-b", "9.1.1.1", "10.0.0.9", "10.0.0.10"]

@@ -48,6 +48,8 @@ class ColocatedWorkers:
 def create_colocated_worker_cls(class_dict: Mapping[Any, RayClassWithInitArgs]) -> ColocatedWorkers:
     """Put several roles into one process per rank. A worker group of it is taken apart again with `spawn`.
 
+    The workers of a process see one another as `self.fused_worker_dict[role]`, without a way through the driver.
+
     Args:
         class_dict: role (a `Role` or a name) -> class with arguments.
 

@@ -31,6 +31,10 @@ class Place:
     free_port: int
     stack_fd: int
     """The process's descriptor of the file into which it writes its stacks when it is sent SIGUSR1."""
+    slots: Any
+    """The placement group that it runs in, or None."""
+    roles: tuple[str, ...]
+    """The workers in it, once they are built."""
 
 
 def free_port() -> int:
@@ -60,7 +64,11 @@ class WorkerHost:
 
         node_id = ray.get_runtime_context().get_node_id()
         ip = ray.util.get_node_ip_address()
-        return Place(os.getpid(), node_id, ip, available_cores(), free_port(), self._stack.fileno())
+        slots, roles = ray.util.get_current_placement_group(), tuple(self._workers)
+        return Place(os.getpid(), node_id, ip, available_cores(), free_port(), self._stack.fileno(), slots, roles)
+
+    def ping(self) -> None:
+        """Nothing; that it returns shows that the process is there."""
 
     def prepare(self, environment: dict[str, str]) -> None:
         """Set the environment of the rank. It comes before the worker classes do: they import torch."""
@@ -72,6 +80,8 @@ class WorkerHost:
             sys.modules["torch"].set_num_threads(num_threads)
         for role, member in members.items():
             self._workers[role] = member.build()
+        for worker in self._workers.values():
+            worker.fused_worker_dict = self._workers
 
     def call(self, role: str, method: str, answers: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a worker's method; TensorDicts are decoded on the way in and encoded on the way out.

@@ -71,6 +71,8 @@ class LocalWorkerGroup(WorkerGroup):
         for role, member in self.members.items():
             with self._running(role, "__init__"):
                 self._built[role] = member.build()
+        for worker in self._built.values():
+            worker.fused_worker_dict = self._built
 
     @property
     def workers(self) -> list[Any]:

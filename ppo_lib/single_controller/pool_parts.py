@@ -19,7 +19,7 @@ class PoolOfSlots(RayResourcePool):
     """Slots of other pools, in an order of its own. Whoever runs in it uses those pools and keeps them reserved.
 
     Args:
-        slots: (pool, rank in it) of each rank; the pools agree on GPUs and on the processes in a slot.
+        slots: (pool, rank in it) of each rank; the pools agree on what a slot is.
         name_prefix: names it in messages.
     """
 
@@ -27,17 +27,15 @@ class PoolOfSlots(RayResourcePool):
         nodes = [pool.node_of(rank) for pool, rank in slots]
         of = [(id(pool), node) for (pool, _), node in zip(slots, nodes)]
         first = slots[0][0]
-        super().__init__(
-            [len(list(run)) for _, run in groupby(of)], first.use_gpu, first.max_colocate_count, name_prefix
-        )
+        sizes = [len(list(run)) for _, run in groupby(of)]
+        super().__init__(sizes, first.use_gpu, first.max_colocate_count, name_prefix, first.detached)
         self._slots = list(slots)
         self._pools = list({id(pool): pool for pool, _ in slots}.values())
         for pool in self._pools:
-            if (pool.use_gpu, pool.max_colocate_count) != (first.use_gpu, first.max_colocate_count):
+            if _kind(pool) != _kind(first):
                 raise ConfigError(
                     f"resource pools {first.name_prefix!r} and {pool.name_prefix!r} have slots of different kinds: "
-                    f"(use_gpu, max_colocate_count) is {(first.use_gpu, first.max_colocate_count)} and "
-                    f"{(pool.use_gpu, pool.max_colocate_count)}"
+                    f"(use_gpu, max_colocate_count, detached) is {_kind(first)} and {_kind(pool)}"
                 )
 
     def bundle(self, rank: int) -> tuple[PlacementGroup, int]:
@@ -63,6 +61,10 @@ class PoolOfSlots(RayResourcePool):
 
     def shutdown(self) -> None:
         """Nothing: the slots belong to the pools."""
+
+
+def _kind(pool: RayResourcePool) -> tuple[bool, int, bool]:
+    return pool.use_gpu, pool.max_colocate_count, pool.detached
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:

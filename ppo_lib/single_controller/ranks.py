@@ -1,30 +1,37 @@
 """The Ray processes of one worker group: started together, waited for with a time limit, ended together.
 
 A rank that dies or hangs leaves the others waiting for it inside a collective, so when one is lost all are ended, and
-later calls say why. An exception that every rank survives leaves the group usable.
+later calls say why, also where that happened between two calls. An exception that every rank survives leaves the group
+usable.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import threading
 import time
 import weakref
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ppo_lib.errors import WorkerDiedError, WorkerTimeoutError
+from ppo_lib.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
 from ppo_lib.single_controller.colocate import RayClassWithInitArgs
 from ppo_lib.single_controller.dispatch import RankCall
 from ppo_lib.single_controller.faults import add_note, hanging_at, traceback_on_rank, why_it_ended
 from ppo_lib.single_controller.host import Place, WorkerHost
-from ppo_lib.single_controller.resource_pool import RayResourcePool
+from ppo_lib.single_controller.resource_pool import RayResourcePool, remove_groups
 from ppo_lib.single_controller.transport import pack, unpack
 from ppo_lib.single_controller.waiting import Answers, await_answers
+from ppo_lib.single_controller.watch import watch_ranks
 
 __all__ = ["RankActors"]
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 """For the bare processes to come up, before any model is loaded."""
@@ -32,6 +39,8 @@ GRACE_S = 5.0
 """How long the other ranks may still answer once one has raised."""
 EXIT_TIMEOUT_S = 10.0
 """How long ending a group waits to see the processes gone."""
+NAMESPACE = "ppo_lib"
+"""Of Ray, where the processes of detached groups have their names."""
 _SENT_INLINE = (type(None), bool, int, float, str, ray.ObjectRef)
 
 
@@ -44,6 +53,7 @@ class RankActors:
         label: names the processes in logs and in errors that concern no single role.
         timeout_s: the time limit of every call.
         num_threads: CPU threads of a rank; None shares the cores of a node out among its ranks.
+        detached: leave the processes running when this driver ends; `attach` finds them by `label`.
     """
 
     def __init__(
@@ -53,31 +63,70 @@ class RankActors:
         label: str,
         timeout_s: float,
         num_threads: int | None,
+        detached: bool = False,
     ) -> None:
-        self.label = label
-        self.timeout_s = timeout_s
-        self._ended: str | None = None
-        self._places: list[Place] = []
-        self._pool = pool
-        pool.acquire(self)
-        self.actors: list[Any] = []
+        self._prepare(pool, label, timeout_s)
         self._finalizer = weakref.finalize(self, _kill, self.actors)
         self._finalizer.atexit = False  # Ray ends a driver's actors with the driver
         try:
-            self.actors.extend(self._new_actor(pool, rank) for rank in range(pool.world_size))
+            self.actors.extend(self._new_actor(pool, rank, detached) for rank in range(pool.world_size))
             self._start(members, num_threads)
         except BaseException:
             self.shutdown()
             raise
+        if detached:
+            self._finalizer.detach()
+        self._stop_watch = watch_ranks(self)
 
-    def _new_actor(self, pool: RayResourcePool, rank: int) -> Any:
+    @classmethod
+    def attach(cls, label: str, members: dict[str, RayClassWithInitArgs], timeout_s: float) -> RankActors:
+        """The processes that a detached group left running under `label`.
+
+        Raises:
+            ConfigError: there are none, or they host other roles.
+            WorkerDiedError: one of them is gone.
+        """
+        running: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        names = {entry["name"] for entry in running if entry["namespace"] == NAMESPACE}
+        count = sum(name.rpartition(":")[0] == label for name in names)
+        if not count or {f"{label}:{rank}" for rank in range(count)} - names:
+            raise ConfigError(
+                f"no detached worker group {label!r} runs in this cluster, or not all of it; there are "
+                f"{', '.join(sorted({name.rpartition(':')[0] for name in names})) or 'none'}"
+            )
+        self = cls.__new__(cls)
+        self._prepare(_SlotsOfOthers(), label, timeout_s)
+        self.actors += [ray.get_actor(f"{label}:{rank}", namespace=NAMESPACE) for rank in range(count)]
+        self._finalizer = weakref.finalize(self, list)  # they outlive this object too
+        self._places = self.gather(label, "attach", [actor.place.remote() for actor in self.actors])
+        self._pool.groups = list({place.slots.id: place.slots for place in self._places if place.slots}.values())
+        if any(place.roles != tuple(members) for place in self._places):
+            hosted = ", ".join(self._places[0].roles)
+            raise ConfigError(f"the detached worker group {label!r} hosts {hosted}, not {', '.join(members)}")
+        self._stop_watch = watch_ranks(self)
+        return self
+
+    def _prepare(self, pool: Any, label: str, timeout_s: float) -> None:
+        self.label, self.timeout_s = label, timeout_s
+        self.actors: list[Any] = []
+        self._ended: str | None = None
+        self._ending = threading.Lock()
+        self._gathering = 0
+        self._stop_watch = threading.Event()
+        self._places: list[Place] = []
+        self._pool = pool
+        pool.acquire(self)
+
+    def _new_actor(self, pool: RayResourcePool, rank: int, detached: bool) -> Any:
         group, bundle = pool.bundle(rank)
+        kept = {"name": f"{self.label}:{rank}", "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         actor = ray.remote(WorkerHost).options(
             num_cpus=pool.cpu_share,
             num_gpus=pool.gpu_share,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            **kept,
         )
         return actor.remote(self.label, rank)
 
@@ -123,9 +172,13 @@ class RankActors:
             Exception: what the method raised on the rank that failed first, with a note naming role, rank and method.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        answers = await_answers(refs, limit, GRACE_S)
-        if len(answers.results) < len(refs):
-            self._fail(role, method, answers, limit)
+        self._gathering += 1  # whoever waits here tells of a death better than the watch
+        try:
+            answers = await_answers(refs, limit, GRACE_S)
+            if len(answers.results) < len(refs):
+                self._fail(role, method, answers, limit)
+        finally:
+            self._gathering -= 1
         return [unpack(answers.results[rank]) for rank in range(len(refs))]
 
     def _fail(self, role: str, method: str, answers: Answers, limit: float) -> None:
@@ -156,6 +209,16 @@ class RankActors:
             add_note(error, "all ranks of the group were ended; build a new worker group to go on")
         raise error
 
+    def lost(self, rank: int, error: RayError) -> bool:
+        """End the group because a rank died between calls; False if a call is waiting, which will tell it better."""
+        if self._gathering:
+            return False
+        if self._ended is None:
+            why = f"{self.label} rank {rank}{self._address(rank)} died between calls: {why_it_ended(error)}"
+            logger.error("%s; all ranks of the group are ended", why)
+            self._stop(why)
+        return True
+
     def _address(self, rank: int) -> str:
         if not self._places:
             return ""
@@ -172,9 +235,11 @@ class RankActors:
 
     def _stop(self, why: str) -> None:
         """End every process and wait to see those of this node gone. The first reason given is kept."""
-        if self._ended is not None:
-            return
-        self._ended = why
+        with self._ending:
+            if self._ended is not None:
+                return
+            self._ended = why
+        self._stop_watch.set()
         self._finalizer.detach()
         if not ray.is_initialized():  # Ray has taken the processes with it
             return
@@ -183,6 +248,18 @@ class RankActors:
         for pid in [place.pid for place in self._places if place.node_id == _this_node()]:
             while _alive(pid) and time.monotonic() < deadline:
                 time.sleep(0.02)
+
+
+class _SlotsOfOthers:
+    """The slots in which an attached group runs: given back when it is shut down."""
+
+    groups: list[Any]
+
+    def acquire(self, user: object) -> None:
+        self.groups = []
+
+    def release(self, user: object) -> None:
+        remove_groups(self.groups)
 
 
 class _PutOnce:

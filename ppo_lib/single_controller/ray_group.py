@@ -32,6 +32,8 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: the role of a single class (default: the class name); a label in front of the roles otherwise.
         num_threads: CPU threads of a rank. None takes OMP_NUM_THREADS where the driver's environment has it, and
             otherwise shares the cores of a node out among its ranks.
+        detached: leave the processes (and the slots of the pool, which must be detached too) as they are when this
+            driver ends; another one finds them with `from_detached`. Needs a `name_prefix`.
     """
 
     def __init__(
@@ -42,13 +44,37 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: float = 3600.0,
         name_prefix: str | None = None,
         num_threads: int | None = None,
+        detached: bool = False,
     ) -> None:
         super().__init__(members_of(ray_cls_with_init, name_prefix), resource_pool.world_size)
         if (device_name == "cuda") != resource_pool.use_gpu:
             has = "has" if resource_pool.use_gpu else "has no"
             raise ConfigError(f"device {device_name!r} on pool {resource_pool.name_prefix!r}, which {has} GPUs")
-        label = f"{name_prefix}:{self.role}" if name_prefix and len(self.members) > 1 else self.role
-        self._ranks = RankActors(resource_pool, self.members, label, timeout_s, num_threads or threads_of_driver())
+        if detached and not (resource_pool.detached and name_prefix):
+            raise ConfigError("a detached worker group needs a name_prefix, and a RayResourcePool(..., detached=True)")
+        label, threads = label_of(self, name_prefix), num_threads or threads_of_driver()
+        self._ranks = RankActors(resource_pool, self.members, label, timeout_s, threads, detached)
+
+    @classmethod
+    def from_detached(
+        cls, name_prefix: str, ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkers, timeout_s: float = 3600.0
+    ) -> RayWorkerGroup:
+        """The group that another driver built with `detached=True` and this `name_prefix`, workers as they were left.
+
+        Args:
+            name_prefix: as given there.
+            ray_cls_with_init: the same worker classes; their arguments are not used.
+            timeout_s: the time limit of every call from here.
+
+        Raises:
+            ConfigError: no such group runs in this Ray cluster, or it hosts other roles.
+        """
+        self = cls.__new__(cls)
+        members = members_of(ray_cls_with_init, name_prefix)
+        WorkerGroup.__init__(self, members, 0)
+        self._ranks = RankActors.attach(label_of(self, name_prefix), members, timeout_s)
+        self.world_size = len(self._ranks.actors)
+        return self
 
     @property
     def workers(self) -> list[Any]:
@@ -76,6 +102,11 @@ class RayWorkerGroup(WorkerGroup):
         WorkerGroup.__init__(view, {role: self.members[role]}, self.world_size)
         view._ranks = self._ranks
         return view
+
+
+def label_of(group: WorkerGroup, name_prefix: str | None) -> str:
+    """Under which name the processes of a group are known."""
+    return f"{name_prefix}:{group.role}" if name_prefix and len(group.members) > 1 else group.role
 
 
 def threads_of_driver() -> int | None:

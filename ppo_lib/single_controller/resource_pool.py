@@ -34,6 +34,7 @@ class RayResourcePool:
         use_gpu: whether a slot holds a GPU.
         max_colocate_count: processes that share a slot.
         name_prefix: names the pool in messages and in Ray's listings.
+        detached: keep the slots when this driver ends, for detached worker groups.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RayResourcePool:
         use_gpu: bool = False,
         max_colocate_count: int = 2,
         name_prefix: str = "pool",
+        detached: bool = False,
     ) -> None:
         if not process_on_nodes or any(not isinstance(n, int) or n < 1 for n in process_on_nodes):
             raise ConfigError(f"resource pool {name_prefix!r}: ranks per node must be positive, got {process_on_nodes}")
@@ -51,6 +53,7 @@ class RayResourcePool:
         self.use_gpu = use_gpu
         self.max_colocate_count = max_colocate_count
         self.name_prefix = name_prefix
+        self.detached = detached
         self._groups: list[PlacementGroup] = []
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -105,8 +108,9 @@ class RayResourcePool:
 
         slot = {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
         run = uuid4().hex[:8]  # Ray wants the names of placement groups to differ, also from one that is on its way out
+        kept = "detached" if self.detached else None
         groups = [
-            placement_group([dict(slot)] * size, strategy="STRICT_PACK", name=f"{self.name_prefix}_{run}_{node}")
+            placement_group([dict(slot)] * size, "STRICT_PACK", f"{self.name_prefix}_{run}_{node}", kept)
             for node, size in enumerate(self.process_on_nodes)
         ]
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -120,10 +124,11 @@ class RayResourcePool:
                         f"an earlier trainer that was not shut down, or another job"
                     )
         except BaseException:
-            _remove(groups)
+            remove_groups(groups)
             raise
-        self._finalizer = weakref.finalize(self, _remove, list(groups))
-        self._finalizer.atexit = False  # Ray gives a driver's slots back when the driver leaves
+        if not self.detached:
+            self._finalizer = weakref.finalize(self, remove_groups, list(groups))
+            self._finalizer.atexit = False  # Ray gives a driver's slots back when the driver leaves
         return groups
 
     def _wanted(self) -> str:
@@ -144,8 +149,10 @@ class RayResourcePool:
     def shutdown(self) -> None:
         """Give the slots back. Whatever still runs in them is ended by Ray."""
         if self._groups:
-            self._groups = []
-            self._finalizer()
+            groups, self._groups = self._groups, []
+            if not self.detached:
+                self._finalizer.detach()
+            remove_groups(groups)
 
 
 class ResourcePoolManager:
@@ -275,7 +282,8 @@ def _free_and_total() -> str:
     return ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU"))
 
 
-def _remove(groups: list[PlacementGroup]) -> None:
+def remove_groups(groups: list[PlacementGroup]) -> None:
+    """Give the slots of placement groups back, where that is still possible."""
     import ray
     from ray.util.placement_group import remove_placement_group
 

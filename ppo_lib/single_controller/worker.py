@@ -18,12 +18,16 @@ class Worker:
     `torch.distributed.init_process_group` finds everything it needs in the same environment.
 
     A rank with a GPU sees that GPU alone, as `cuda:0`, whatever its local rank.
+
+    Once all are built, `fused_worker_dict` holds the workers of this process by role: a worker may call the others
+    where it stands.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    fused_worker_dict: dict[str, Any]
     _meshes: dict[str, tuple[int, bool]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:

@@ -31,7 +31,8 @@ def members_of(
 
 
 class WorkerGroup:
-    """One role on `world_size` ranks. A group of several roles in one process per rank is split up with `spawn`.
+    """One role on `world_size` ranks. A group of several roles in one process per rank is split up with `spawn`, or
+    has the group of each role as an attribute: `group.actor.update_actor(batch)`.
 
     Every method marked with `@register` on the worker class is a method of the group. Subclasses say how a call reaches
     a rank and how its answer comes back: `submit`, `gather`, `all_done`, `shutdown`, and `_view` (one role of several).
@@ -115,7 +116,7 @@ class WorkerGroup:
         self, method: str, mode: Dispatch | str | DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> DataProtoFuture:
         if len(self.members) > 1:
-            raise ConfigError(f"this group holds {', '.join(self.members)}: call spawn() and use the group of one role")
+            raise ConfigError(f"this group holds {', '.join(self.members)}: use the group of one role (spawn())")
         ranks = 1 if mode == Dispatch.RANK_ZERO else self.world_size
         context = DispatchContext(self, ranks, f"{self.role}.{method}")
         resolved = dispatch_mode(mode)
@@ -144,9 +145,11 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "members" not in vars(self):
             raise AttributeError(name)
+        if name in self.members:
+            return self._view(name)
         offered = sorted({name for member in self.members.values() for name in registered_methods(member.cls)})
         near = difflib.get_close_matches(name, offered, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"its registered methods are {', '.join(offered) or 'none'}"
         if name in offered:
-            hint = "call spawn() first and use the group of one role"
+            hint = "use the group of one role, such as group.actor or spawn()['actor']"
         raise AttributeError(f"the worker group of {self.role!r} has no {name!r}; {hint}")

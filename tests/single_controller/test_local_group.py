@@ -119,7 +119,7 @@ def test_roles_of_one_process_are_spawned_apart():
             {Role.Actor: RayClassWithInitArgs(Scale, 2), Role.Critic: RayClassWithInitArgs(Scale, 5)}
         ),
     )
-    with pytest.raises(AttributeError, match="call spawn\\(\\) first"):
+    with pytest.raises(AttributeError, match=r"group\.actor or spawn"):
         both.scale(batch())
     with pytest.raises(ConfigError, match="holds actor, critic; it has no role 'ref'"):
         both.spawn({Role.RefPolicy})

@@ -124,8 +124,27 @@ def test_an_exception_that_cannot_be_pickled_arrives_and_a_rank_killed_while_idl
     pid = group.pid()[0]
     os.kill(pid, signal.SIGKILL)
     assert no_leftovers.survivors({pid}) == set()
-    with pytest.raises(WorkerDiedError, match=r"actor rank 0 .* died during pid"):
+    with pytest.raises(WorkerDiedError, match=r"actor rank 0 .* died (during pid|between calls)"):
         group.pid()
+
+
+def test_a_rank_that_dies_between_calls_ends_the_group_within_seconds(build, no_leftovers, caplog):
+    group = build(Fragile, 2)
+    pids = group.pid()
+    os.kill(pids[0], signal.SIGKILL)
+    assert no_leftovers.survivors(set(pids)) == set()  # nobody called, and rank 1 has gone too
+    (line,) = [record.getMessage() for record in caplog.records if "between calls" in record.getMessage()]
+    assert line.startswith(f"actor rank 0 (pid {pids[0]} on ")
+    with pytest.raises(WorkerDiedError, match=r"actor.pid: .* because actor rank 0 .* died between calls: its process"):
+        group.pid()
+
+
+def test_a_rank_that_dies_during_a_call_is_told_by_that_call(build):
+    group = build(Fragile, 1)
+    (pid,) = group.pid()
+    threading.Timer(2.5, os.kill, (pid, signal.SIGKILL)).start()  # the watch has looked twice by then
+    with pytest.raises(WorkerDiedError, match=r"actor rank 0 .* died during wait_later"):
+        group.wait_later().get()
 
 
 def test_a_constructor_that_raises_is_the_error_itself_and_leaves_nothing(build):

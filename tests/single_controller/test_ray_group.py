@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -279,9 +280,8 @@ def test_local_and_ray_groups_offer_the_same(groups):
     try:
         batch = jagged_batch([2, 3])
         assert rows_of(local.scale(batch)["y"]) == rows_of(groups["actor"].scale(batch)["y"])
-        assert {n for n in dir(local) if not n.startswith("_")} == {
-            n for n in dir(groups["actor"]) if not n.startswith("_")
-        }
+        offered = {n for n in dir(groups["actor"]) if not n.startswith("_")}
+        assert {n for n in dir(local) if not n.startswith("_")} == offered - {"from_detached"}
     finally:
         dist.destroy_process_group()
 
@@ -324,3 +324,43 @@ def test_a_group_that_is_dropped_without_shutdown_leaves_nothing(ray_cluster, no
     gc.collect()
     assert no_leftovers.survivors({pid}) == set()
     assert ray.util.placement_group_table(reserved)["state"] == "REMOVED"
+
+
+class Counter(Worker):
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    @register()
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    @register()
+    def count_of_all(self) -> int:
+        return sum(worker.count for worker in self.fused_worker_dict.values())
+
+
+def test_workers_of_a_process_see_one_another_and_a_group_has_its_roles_as_attributes():
+    classes = {"actor": RayClassWithInitArgs(Counter, 1), "critic": RayClassWithInitArgs(Counter, 10)}
+    both = LocalWorkerGroup(None, create_colocated_worker_cls(classes))
+    assert both.actor.add(2) == [3]
+    assert both.critic.count_of_all() == [13]
+    both.shutdown()
+
+
+def test_a_detached_group_outlives_what_built_it_and_is_found_again(ray_cluster, no_leftovers):
+    with pytest.raises(ConfigError, match="no detached worker group 'counter' runs"):
+        RayWorkerGroup.from_detached("counter", RayClassWithInitArgs(Counter))
+    with pytest.raises(ConfigError, match=r"detached=True"):
+        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Counter, 1), detached=True, name_prefix="counter")
+    pool = RayResourcePool([1], name_prefix="kept", detached=True)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5), detached=True, name_prefix="counter")
+    assert group.add(1) == [6]
+    del group, pool
+    gc.collect()
+    found = RayWorkerGroup.from_detached("counter", RayClassWithInitArgs(Counter))
+    assert (found.world_size, found.add(1)) == (1, [7])
+    with pytest.raises(ConfigError, match="hosts counter, not other"):
+        RayWorkerGroup.from_detached("counter", create_colocated_worker_cls({"other": RayClassWithInitArgs(Counter)}))
+    found.shutdown()
+    RayResourcePool([4], name_prefix="all four are free again").bundle(0)

@@ -166,7 +166,8 @@ def test_compiled_blocks_give_the_numbers_of_plain_ones(tiny_model: str) -> None
     """On a CPU, where a C++ compiler stands in for what a GPU would run."""
     cfg = config(tiny_model, "actor_rollout_ref.model.enable_gradient_checkpointing=true")
     plain, compiled = new_actor(cfg, role="actor"), new_actor(cfg, role="actor")
-    blocks = list(compiled.actor.engine.module.model.model.layers)
+    module: Any = compiled.actor.engine.module
+    blocks = list(module.model.base_model.layers)
     compile_blocks(blocks)
     assert [name for name, part in blocks[0].named_children() if part._compiled_call_impl is not None] == [
         "mlp",

@@ -215,6 +215,16 @@ def test_two_ranks_choose_the_tokens_that_one_chooses(loss: str, tiny_model: str
     assert_same(together[0], alone)
 
 
+def test_replicas_of_shards_give_what_one_rank_gives(tiny_model: str) -> None:
+    """Four ranks as two replicas of two shards: gradients are summed inside a shard group, then over the replicas."""
+    sizes = (f"{ACTOR}fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2", f"{ACTOR}ppo_micro_batch_size_per_gpu=1")
+    alone = train_both(0, 1, config(tiny_model), 2)
+    together = run_ranks(train_both, 4, config(tiny_model, *sizes), 2)
+    assert all(result["metrics"] == together[0]["metrics"] for result in together)
+    for result in together:
+        assert_same(result, alone)
+
+
 def test_rank_without_rows_of_a_mini_batch_joins_in(tiny_model: str) -> None:
     cfg = config(tiny_model, f"{ACTOR}ppo_micro_batch_size_per_gpu=1")
     alone = uneven(0, 1, cfg)

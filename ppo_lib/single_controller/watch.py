@@ -1,0 +1,49 @@
+"""Notices between calls that a rank has died: each rank is asked again and again whether it is there.
+
+A rank that works answers when it has finished; until then the question waits in its queue, and fails at once if the
+process ends. One question is open for each rank, whatever happens.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+__all__ = ["watch_ranks"]
+
+INTERVAL_S = 1.0
+
+
+def watch_ranks(ranks: Any) -> threading.Event:
+    """Call `ranks.lost(rank, error)` soon after one of `ranks.actors` has died, once. Setting the event ends the watch.
+
+    The watch keeps neither `ranks` nor the program alive.
+    """
+    stop = threading.Event()
+    thread = threading.Thread(target=_watch, args=(weakref.ref(ranks), stop), name="rank watch", daemon=True)
+    thread.start()
+    return stop
+
+
+def _watch(reference: Any, stop: threading.Event) -> None:
+    asked: dict[Any, int] = {}
+    while not stop.wait(INTERVAL_S):
+        ranks = reference()
+        if ranks is None or not ray.is_initialized():
+            return
+        try:
+            for rank in sorted(set(range(len(ranks.actors))) - set(asked.values())):
+                asked[ranks.actors[rank].ping.remote()] = rank
+            for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
+                ray.get(ref)
+                del asked[ref]
+        except RayError as error:
+            if ranks.lost(asked.pop(ref), error):
+                return
+        except Exception:  # Ray was shut down meanwhile
+            return
+        del ranks

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, Fraction, Positive, follow
+from ppo_lib.config.base import ConfigModel, Fraction, Positive, Seed, follow
 from ppo_lib.config.registered import AggregationName, KLName, PolicyLossName
 from ppo_lib.config.training import CheckpointConfig, FSDPConfig, OptimConfig, TrainedFSDPConfig
 
@@ -73,7 +73,7 @@ class ActorConfig(ConfigModel):
     """Passes over each batch of rollouts."""
     shuffle: bool = False
     """Visit the mini-batches in a random order, drawn anew each pass."""
-    data_loader_seed: int = follow("${trainer.seed}", 42)
+    data_loader_seed: Seed = follow("${trainer.seed}", 42)
     """Seed of the order of `shuffle`."""
     clip_ratio: _Ratio = 0.2
     """PPO's clip range: the ratio counts from 1 - `clip_ratio` to 1 + `clip_ratio`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -19,14 +20,28 @@ class ConfigModel(BaseModel):
         coerce_numbers_to_str=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_not_a_number(cls, value: Any, info: Any) -> Any:
+    def _is_no_slip(cls, value: Any, info: Any) -> Any:
+        field = cls.model_fields[info.field_name]
+        kinds = set() if section_of(field) else _alternatives(field.annotation)
         # pydantic reads `true` as 1 where a number is wanted: a slip such as `total_epochs: true` would train one epoch
-        if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
-            raise ValueError(f"expected a {_kind(cls.model_fields[info.field_name].annotation)}, got {value}")
+        if isinstance(value, bool) and kinds and not kinds & {bool, Any}:
+            number = kinds & {int, float}
+            raise ValueError(f"expected a {'number' if number else 'value other than true or false'}, got {value}")
+        # and Python's None, which YAML reads as a word, or a shell variable that is not set, would name a file
+        optional = NoneType in kinds
+        if isinstance(value, set | frozenset):
+            raise ValueError("expected a list; a set has no order")
+        if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
+            raise ValueError(f"{value!a} is no text: it holds half of a character")
+        if optional and isinstance(value, str) and value.lower() == "none":
+            raise ValueError(f"{value} is a word in YAML; write null for none")
+        if value == "" and str in kinds:
+            raise ValueError(f"expected text, got nothing{'; write null for none' if optional else ''}")
         return value
 
 
@@ -38,12 +53,10 @@ def _alternatives(annotation: Any) -> set[Any]:
     return {plain for each in inner if isinstance(each, type) or get_args(each) for plain in _alternatives(each)}
 
 
-def _accepts_bool(annotation: Any) -> bool:
-    return bool(_alternatives(annotation) & {bool, Any})
-
-
-def _kind(annotation: Any) -> str:
-    return "number" if _alternatives(annotation) & {int, float} else "value other than true or false"
+def takes_text(field: FieldInfo) -> bool:
+    """Whether any text is a value of the key, and no number."""
+    kinds = _alternatives(field.annotation)
+    return str in kinds and not kinds & {int, float}
 
 
 def follow(reference: str, default: Any, **kwargs: Any) -> Any:
@@ -84,7 +97,6 @@ def one_or_many(value: Any) -> Any:
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
 """A list of strings; a single string is a list of one."""
-Ints = Annotated[tuple[int, ...], BeforeValidator(one_or_many, json_schema_input_type=int | tuple[int, ...])]
 OpenDict = Annotated[
     dict[str, Any],
     BeforeValidator(lambda value: {} if value is None else value, json_schema_input_type=dict[str, Any] | None),
@@ -94,5 +106,10 @@ Frequency = Annotated[int, Field(ge=-1)]
 """Every so many steps; -1 or 0 is never."""
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+TokenIds = Annotated[
+    tuple[NonNegative, ...],
+    BeforeValidator(one_or_many, json_schema_input_type=NonNegative | tuple[NonNegative, ...]),
+]
 Workers = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

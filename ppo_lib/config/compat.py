@@ -128,7 +128,9 @@ def _per_rank(
             " which counts rows per rank"
         )
     nodes, per_node = look_up("${trainer.nnodes}"), look_up("${trainer.n_gpus_per_node}")
-    if not all(isinstance(number, int) and number > 0 for number in (value, nodes, per_node)):
+    if isinstance(value, bool) or not all(
+        isinstance(number, int) and number > 0 for number in (value, nodes, per_node)
+    ):
         put(tree, new, value)  # the section's own check says what is wrong with it
         sources.move(path, new)
         return []

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, Positive, follow
+from ppo_lib.config.base import ConfigModel, Positive, Seed, follow
 from ppo_lib.config.model import CriticModelConfig
 from ppo_lib.config.registered import AggregationName
 from ppo_lib.config.training import CheckpointConfig, CriticOptimConfig, TrainedFSDPConfig
@@ -41,7 +41,7 @@ class CriticConfig(ConfigModel):
     """Passes of the critic over each batch of rollouts."""
     shuffle: bool = follow("${actor_rollout_ref.actor.shuffle}", False)
     """Visit the mini-batches in a random order, drawn anew each pass."""
-    data_loader_seed: int = follow("${trainer.seed}", 42)
+    data_loader_seed: Seed = follow("${trainer.seed}", 42)
     """Seed of the order of `shuffle`."""
     cliprange_value: Annotated[float, Field(gt=0.0)] = 0.5
     """New values are clipped to within this of the old ones."""

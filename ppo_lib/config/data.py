@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from ppo_lib.config.base import ConfigModel, NonNegative, OpenDict, Positive, Strings, Workers, follow
+from ppo_lib.config.base import ConfigModel, NonNegative, OpenDict, Positive, Seed, Workers, follow, one_or_many
+
+_File = Annotated[str, Field(min_length=1)]
+_Files = Annotated[
+    tuple[_File, ...],
+    BeforeValidator(one_or_many, json_schema_input_type=_File | Annotated[tuple[_File, ...], Field(min_length=1)]),
+    Field(min_length=1),
+]
 
 
 class CustomClassConfig(ConfigModel):
@@ -30,9 +37,9 @@ class SamplerConfig(ConfigModel):
 class DataConfig(ConfigModel):
     """Prompts for training and validation."""
 
-    train_files: Annotated[Strings, Field(min_length=1)] = ("~/data/rlhf/gsm8k/train.parquet",)
+    train_files: _Files = ("~/data/rlhf/gsm8k/train.parquet",)
     """Parquet, json or jsonl files with the training prompts (one or a list), or `builtin:NAME`."""
-    val_files: Annotated[Strings, Field(min_length=1)] = ("~/data/rlhf/gsm8k/test.parquet",)
+    val_files: _Files = ("~/data/rlhf/gsm8k/test.parquet",)
     """Files with the validation prompts, in the same forms."""
     train_max_samples: Annotated[int, Field(ge=-1)] = -1
     """Most training rows to use: the first, or with `shuffle` a random choice; -1 is all."""
@@ -54,7 +61,7 @@ class DataConfig(ConfigModel):
     """Prompts per validation batch; null takes all at once."""
     shuffle: bool = True
     """Draw training prompts in a random order, another one each epoch; false keeps the order of the files."""
-    seed: int = follow("${trainer.seed}", 42)
+    seed: Seed = follow("${trainer.seed}", 42)
     """Seed of the order of `shuffle`, and of the rows that `train_max_samples` chooses."""
     dataloader_num_workers: Workers | None = None
     """Processes that prepare prompts; 0 is the driver itself, null is min(8, cores), 0 for a `sampler` that learns."""

@@ -38,6 +38,8 @@ def _sentence(problem: Any, root: type[ConfigModel], sources: Sources) -> str:
     path: Path = tuple(str(part) for part in problem["loc"])
     kind, given, context = problem["type"], problem["input"], problem.get("ctx", {})
     where = sources.of(path)
+    if kind == "extra_forbidden" and "." in path[-1]:
+        return f"unknown key {path[-1]!r}{where}: in a file each key stands under its section, not behind dots"
     if kind == "extra_forbidden":
         return f"unknown key {dotted(path)}{where}{_near_key(path, root)}"
     if kind == "value_error" and not path:
@@ -50,6 +52,9 @@ def _sentence(problem: Any, root: type[ConfigModel], sources: Sources) -> str:
         return f"{dotted(path)}: {given!r} is not one of {', '.join(choices)}{where}{hint}"
     if kind in _EXPECTED:
         return f"{dotted(path)}: {_EXPECTED[kind]}, got {_short(given)}{where}"
+    if kind in ("too_short", "too_long"):
+        limit = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"{dotted(path)}: expected {limit} values, got {_short(given)}{where}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{dotted(path)}: {message}, got {_short(given)}{where}"
 

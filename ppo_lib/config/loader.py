@@ -13,7 +13,7 @@ from ppo_lib.config.explain import explain
 from ppo_lib.config.ppo import PPOConfig
 from ppo_lib.config.sources import Sources
 from ppo_lib.config.tree import MISSING, copy, dotted, get, merge, put
-from ppo_lib.config.yaml_text import describe_yaml_error, parse_value, read_yaml
+from ppo_lib.config.yaml_text import describe_yaml_error, parse_value, read_yaml, scalar_text
 from ppo_lib.errors import ConfigError
 
 
@@ -39,7 +39,11 @@ def as_config(config: Any) -> PPOConfig:
         config = _resolved(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"expected a PPOConfig, a dictionary or an OmegaConf object, got {type(config).__name__}")
-    return build(copy(config), Sources())
+    try:
+        tree = copy(config)
+    except RecursionError:
+        raise ConfigError("the configuration holds itself") from None
+    return build(tree, Sources())
 
 
 def build(tree: dict[str, Any], sources: Sources) -> PPOConfig:
@@ -54,19 +58,21 @@ def _read_with_bases(file: FilePath, sources: Sources, above: tuple[FilePath, ..
     if file.resolve() in [other.resolve() for other in above]:
         circle = " -> ".join(map(str, [*above, file]))
         raise ConfigError(f"configuration files build on each other in a circle: {circle}")
-    own, lines = read_yaml(file)
+    own, written = read_yaml(file)
     bases = own.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{file}:{lines[('base',)]}: base must be a file name or a list of them, got {bases!r}")
+        raise ConfigError(
+            f"{file}:{written[('base',)].line}: base must be a file name or a list of them, got {bases!r}"
+        )
     tree: dict[str, Any] = {}
     for base in bases:
         base_file = file.parent / FilePath(base).expanduser()
         if not base_file.exists():
-            raise ConfigError(f"{file}:{lines[('base',)]}: no such base file: {base_file}")
+            raise ConfigError(f"{file}:{written[('base',)].line}: no such base file: {base_file}")
         tree = merge(tree, _read_with_bases(base_file, sources, (*above, file)))
-    for path, line in lines.items():
-        sources.note(path, f"{file}:{line}")
+    for path, (line, text) in written.items():
+        sources.note(path, f"{file}:{line}", text)
     return merge(tree, own)
 
 
@@ -74,7 +80,8 @@ def _apply(override: str, tree: dict[str, Any], sources: Sources) -> None:
     key, equals, text = override.partition("=")
     path = tuple(key.strip().lstrip("+").split("."))
     if not equals or not all(path) or key.startswith(("-", "~")) or any(part.split() != [part] for part in path):
-        raise ConfigError(f"{override!r} is not an override; write section.key=value, such as trainer.seed=1")
+        hint = "; to give a key its default, leave it out" if key.startswith("~") else ""
+        raise ConfigError(f"{override!r} is not an override; write section.key=value, such as trainer.seed=1{hint}")
     try:
         value = parse_value(text)
     except yaml.YAMLError as error:
@@ -84,7 +91,7 @@ def _apply(override: str, tree: dict[str, Any], sources: Sources) -> None:
             where = sources.of(path[:cut])
             raise ConfigError(f"override {override!r}: {dotted(path[:cut])} is the value {found!r}{where}, no section")
     put(tree, path, value)
-    sources.note(path, f"override {override}")
+    sources.note(path, f"override {override}", scalar_text(text))
 
 
 def _resolved(config: Any) -> Any:

@@ -11,7 +11,7 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, mod
 from ppo_lib.config import compat
 from ppo_lib.config.actor_rollout_ref import ActorRolloutRefConfig
 from ppo_lib.config.algorithm import AlgorithmConfig
-from ppo_lib.config.base import ConfigModel
+from ppo_lib.config.base import ConfigModel, takes_text
 from ppo_lib.config.critic import CriticConfig
 from ppo_lib.config.data import DataConfig
 from ppo_lib.config.effects import notices_on
@@ -20,7 +20,7 @@ from ppo_lib.config.reward import RewardConfig
 from ppo_lib.config.rules import problems_of
 from ppo_lib.config.sources import Sources
 from ppo_lib.config.trainer import RayKwargsConfig, TrainerConfig
-from ppo_lib.config.tree import Path, copy, dotted, get, leaves, remove
+from ppo_lib.config.tree import Path, copy, dotted, get, leaves, put, remove
 from ppo_lib.errors import ConfigError
 
 logger = logging.getLogger("ppo_lib.config")
@@ -74,8 +74,11 @@ class PPOConfig(ConfigModel):
         return copy(self.model_dump(mode="python"))
 
     def to_yaml(self) -> str:
-        """The same as YAML."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        """The same as YAML. Raises ConfigError where an open dictionary holds what YAML cannot."""
+        try:
+            return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the configuration cannot be written as YAML: {error}") from None
 
 
 def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], dict[Path, Any], list[str]]:
@@ -91,6 +94,9 @@ def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], di
     notices = compat.rename(tree, sources, acts)
     tree = Resolver(tree, PPOConfig).expanded()
     notices += compat.retire(tree, sources, acts, Resolver(tree, PPOConfig).look_up)
+    for path, text in sources.texts.items():
+        if path in fields_of(PPOConfig) and takes_text(fields_of(PPOConfig)[path]) and _is_number(get(tree, path)):
+            put(tree, path, text)  # a run named 010 or 1e-6 keeps its name
     left_open = [
         f"{dotted(path)} is ???, left open{sources.of(path)}; set it" for path, v in leaves(tree) if v == "???"
     ]
@@ -100,3 +106,7 @@ def _prepare(tree: dict[str, Any], sources: Sources) -> tuple[dict[str, Any], di
     otherwise = {path: Resolver(tree, PPOConfig).untyped(path) for path in typed}
     sources.following = Resolver(tree, PPOConfig).fill()
     return tree, otherwise, notices
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

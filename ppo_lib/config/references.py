@@ -11,8 +11,10 @@ from pydantic.fields import FieldInfo
 from ppo_lib.config.base import ConfigModel, follows, walk_fields
 from ppo_lib.config.suggest import did_you_mean
 from ppo_lib.config.tree import MISSING, Path, copy, dotted, get, put
+from ppo_lib.config.yaml_text import parse_value
 from ppo_lib.errors import ConfigError
 
+_SELECT = "oc.select:"
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -97,10 +99,22 @@ class Resolver:
         return _REFERENCE.sub(lambda match: str(self._follow(match[1], path)), value)
 
     def _follow(self, reference: str, path: Path) -> Any:
+        if reference.startswith(_SELECT):  # what the field's own files say for: this key's value, or else that
+            key, _, otherwise = reference.removeprefix(_SELECT).partition(",")
+            try:
+                return self.value(_absolute(key.strip(), path))
+            except KeyError:
+                return parse_value(otherwise.strip()) if otherwise.strip() else None
         target = _absolute(reference.strip(), path)
         try:
+            if target not in self.fields and isinstance(get(self.tree, target), dict):
+                raise KeyError
             return self.value(target)
         except KeyError:
+            if any(field[: len(target)] == target for field in self.fields):
+                raise ConfigError(
+                    f"{dotted(path)} refers to ${{{reference}}}, a section; only the value of a single key can be taken"
+                ) from None
             known = [dotted(field) for field in self.fields]
             note = "only plain references such as ${trainer.seed} work" if ":" in reference else "there is no such key"
             raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, Fraction, Ints, OpenDict, Positive, Strings, Workers, follow
+from ppo_lib.config.base import ConfigModel, Fraction, OpenDict, Positive, Seed, Strings, TokenIds, Workers, follow
 
 _TopK = Annotated[int, Field(ge=-1)]
 _TopP = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -71,9 +71,9 @@ class RolloutConfig(ConfigModel):
     """Generate on to the full length, past the end token."""
     stop: Strings = ()
     """Strings that end a response; they stay in it."""
-    stop_token_ids: Ints = ()
+    stop_token_ids: TokenIds = ()
     """Token ids that end a response, besides the end token."""
-    seed: int = follow("${trainer.seed}", 42)
+    seed: Seed = follow("${trainer.seed}", 42)
     """Seed from which each sample's own seed is derived."""
     prompt_length: Positive = follow("${data.max_prompt_length}", 512)
     """Prompt width in tokens."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from ppo_lib.config.base import ConfigModel, Frequency, NonNegative, Positive, follow, one_or_many
+from ppo_lib.config.base import ConfigModel, Frequency, NonNegative, Positive, Seed, follow, one_or_many
 
 LoggerName = Literal["console", "tensorboard", "file", "wandb", "mlflow"]
 _Loggers = Annotated[
     tuple[LoggerName, ...],
     BeforeValidator(one_or_many, json_schema_input_type=LoggerName | tuple[LoggerName, ...]),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),  # twice the same file would hold each line twice
 ]
 _LOCAL_DIR = "checkpoints/{}/{}"
 
@@ -66,7 +67,7 @@ class TrainerConfig(ConfigModel):
     """Newest actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Positive | None = None
     """Newest critic checkpoints to keep; null keeps all."""
-    seed: int = 42
+    seed: Seed = 42
     """The seed that all others follow."""
     worker_group: Literal["ray", "local"] = "ray"
     """`local` runs one rank in this process: notebooks, debuggers."""

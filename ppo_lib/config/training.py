@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppo_lib.config.base import ConfigModel, Fraction, OpenDict, follow
+from ppo_lib.config.base import ConfigModel, Fraction, OpenDict, Seed, follow
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 
@@ -68,7 +68,7 @@ class FSDPConfig(ConfigModel):
     """Type of the master weights, which the optimizer changes."""
     dtype: Literal["bfloat16", "bf16", "float32", "fp32"] = "bfloat16"
     """Type of the arithmetic: mixed precision on CUDA, autocast on a CPU with AVX512-bf16."""
-    seed: int = follow("${trainer.seed}", 42)
+    seed: Seed = follow("${trainer.seed}", 42)
     """Seed of what this model initialises by chance (a value head)."""
     use_torch_compile: bool = False
     """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,7 +70,11 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy(value: Any) -> Any:
-    """A deep copy of dictionaries and lists; tuples become lists."""
+    """A deep copy of dictionaries and lists; tuples become lists, paths texts, arrays and their numbers Python's."""
     if isinstance(value, Mapping):
         return {name: copy(item) for name, item in value.items()}
-    return [copy(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [copy(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "shape") and hasattr(value, "tolist") else value

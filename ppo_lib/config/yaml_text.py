@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -46,6 +46,12 @@ def parse_value(text: str) -> Any:
     return _split_tight_pairs(yaml.load(text, Loader=_Loader)) if text.strip() else ""
 
 
+def scalar_text(text: str) -> str | None:
+    """The text of an override's value where that is a plain one."""
+    node = yaml.compose(text, Loader=_Loader) if text.strip() else None
+    return node.value if isinstance(node, yaml.ScalarNode) else None
+
+
 def _split_tight_pairs(value: Any) -> Any:
     if isinstance(value, list):
         return [_split_tight_pairs(item) for item in value]
@@ -60,8 +66,18 @@ def _split_tight_pairs(value: Any) -> Any:
     return pairs
 
 
-def read_yaml(file: FilePath) -> tuple[dict[str, Any], dict[Path, int]]:
-    """The mapping in a file, and the line of each key.
+MOST_VALUES = 100_000
+
+
+class Written(NamedTuple):
+    """Where a key stands in a file, and the text of a plain value: `010` is another name than the number 10."""
+
+    line: int
+    text: str | None
+
+
+def read_yaml(file: FilePath) -> tuple[dict[str, Any], dict[Path, Written]]:
+    """The mapping in a file, and how each key was written.
 
     Raises ConfigError: no such file, not text, broken YAML (with its line), a key given twice, no mapping at the top.
     """
@@ -73,38 +89,52 @@ def read_yaml(file: FilePath) -> tuple[dict[str, Any], dict[Path, int]]:
         raise ConfigError(f"{file} is a folder; name a YAML file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error}") from None
-    loader = _Loader(text)
-    lines: dict[Path, int] = {}
+    written: dict[Path, Written] = {}
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, Loader=_Loader)
         if node is not None:
-            _note_lines(node, (), lines, file)
-        value = {} if node is None else loader.construct_document(node)
+            if _values_in(node, {}) > MOST_VALUES:
+                raise ConfigError(f"{file}: its aliases stand for more than {MOST_VALUES} values")
+            _note(node, (), written, file)
+        value = yaml.load(text, Loader=_Loader)
+    except ConfigError:
+        raise
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}{describe_yaml_error(error)}") from None
     except (ValueError, TypeError) as error:  # a tag that its value does not fit, such as `!!int foo`
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{file}: an alias refers to what it stands in, or the nesting is too deep") from None
-    finally:
-        loader.dispose()
     if value is None:
         value = {}
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: expected sections such as `data:` and `trainer:` at the top, got {value!r}")
-    return value, lines
+    return value, written
+
+
+def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, its aliases counted each time. RecursionError if it stands in itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = -1
+        below = [part for each in node.value for part in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] = 1 + sum(_values_in(each, known) for each in below)
+    if known[id(node)] < 0:
+        raise RecursionError
+    return known[id(node)]
 
 
 def describe_yaml_error(error: yaml.YAMLError) -> str:
     """What goes after the name of a file: ":LINE:COLUMN: what is wrong"."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-    problem = getattr(error, "problem", None) or str(error)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     context = getattr(error, "context", None)
     return f"{where}: not valid YAML: {problem}" + (f" ({context})" if context else "")
 
 
-def _note_lines(node: yaml.Node, path: Path, lines: dict[Path, int], file: FilePath) -> None:
+def _note(node: yaml.Node, path: Path, written: dict[Path, Written], file: FilePath) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -114,5 +144,5 @@ def _note_lines(node: yaml.Node, path: Path, lines: dict[Path, int], file: FileP
             where = ".".join((*path, name))
             raise ConfigError(f"{file}:{line}: {where} is given twice, first in line {seen[name]}")
         seen[name] = line
-        lines[(*path, name)] = line
-        _note_lines(value, (*path, name), lines, file)
+        written[(*path, name)] = Written(line, value.value if isinstance(value, yaml.ScalarNode) else None)
+        _note(value, (*path, name), written, file)

@@ -246,3 +246,15 @@ def test_a_reward_function_given_to_the_trainer_is_used_instead_of_the_configure
         assert all(line["critic/score/mean"] < 0 for line in lines)
         assert lines[-1]["val-core/repeat-digit/reward/mean@1"] < 0
         assert "val-aux/repeat-digit/chars/mean@1" in lines[-1]
+
+
+def test_kl_in_the_reward_and_in_the_loss_act_together(tmp_path):
+    both = (*PPO, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=k3+")
+    first, second = run(tmp_path / "both", *both)
+    assert first["actor/reward_kl_penalty_coeff"] == 0.01
+    assert second["actor/reward_kl_penalty"] != 0  # the policy has left the reference
+    assert second["critic/rewards/mean"] != second["critic/score/mean"]
+    assert second["actor/kl_loss"] > 0
+    reward_only = run(tmp_path / "reward", *PPO)
+    assert "actor/kl_loss" not in reward_only[-1]
+    assert reward_only[-1]["actor/pg_loss"] != second["actor/pg_loss"]  # the loss's KL moved the policy elsewhere

@@ -141,7 +141,7 @@ class ActorRolloutRefWorker(Worker):
             shuffle_seed=shuffle_seed(config, data),
         )
         if config.use_kl_loss:
-            metrics.last({"kl_coef": config.kl_loss_coef})
+            metrics.add("last", {"kl_coef": config.kl_loss_coef})
         return metrics.reduce("actor") | gpu_memory_metrics(self.actor.engine.device)
 
     # ------------------------------------------------------------------------------------- weights and checkpoints

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
-__all__ = ["StepMetrics", "gpu_memory_metrics"]
+__all__ = ["REDUCTIONS", "Reduction", "StepMetrics", "gpu_memory_metrics"]
+
+Reduction = Literal["sum", "mean", "max", "min", "last"]
+REDUCTIONS: dict[Reduction, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
+}
 
 
 def gpu_memory_metrics(device: torch.device) -> dict[str, float]:
@@ -20,28 +30,22 @@ def gpu_memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 class StepMetrics:
-    """Collects values over the optimizer steps of one call."""
+    """Collects values over the optimizer steps of one call; what becomes of each is declared, not read off its name."""
 
     def __init__(self) -> None:
-        self._means: dict[str, list[float]] = defaultdict(list)
-        self._sums: dict[str, float] = defaultdict(float)
-        self._last: dict[str, float] = {}
+        self._collected: dict[str, tuple[Reduction, list[float]]] = {}
 
-    def mean(self, values: dict[str, float]) -> None:
-        """Report the mean over optimizer steps."""
+    def add(self, reduction: Reduction, values: Mapping[str, float]) -> None:
+        """Report each of `values` as this reduction over the steps. A name has one: another raises `ValueError`."""
         for name, value in values.items():
-            self._means[name].append(value)
-
-    def sum(self, values: dict[str, float]) -> None:
-        """Report the sum over optimizer steps."""
-        for name, value in values.items():
-            self._sums[name] += value
-
-    def last(self, values: dict[str, float]) -> None:
-        """Report the latest."""
-        self._last |= values
+            declared, collected = self._collected.setdefault(name, (reduction, []))
+            if declared != reduction:
+                raise ValueError(f"metric {name!r} is a {declared} over the steps; it cannot be a {reduction} too")
+            collected.append(value)
 
     def reduce(self, prefix: str) -> dict[str, float]:
         """The collected metrics, their names under `prefix`."""
-        means = {name: sum(values) / len(values) for name, values in self._means.items()}
-        return {f"{prefix}/{name}": value for name, value in (means | self._sums | self._last).items()}
+        return {
+            f"{prefix}/{name}": float(REDUCTIONS[reduction](values))
+            for name, (reduction, values) in self._collected.items()
+        }

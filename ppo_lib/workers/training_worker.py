@@ -120,9 +120,9 @@ class TrainingWorker:
                     contributions, report = self.train_mini_batch(
                         module, batch, plans[k], flat, forward, loss_fn, denominators, of_mini_batch
                     )
-                    metrics.mean({**contributions, "grad_norm": report.grad_norm})
-                    metrics.last({"lr": report.lr})
-                    metrics.sum({"nonfinite_grad_steps": float(report.skipped)})
+                    metrics.add("mean", {**contributions, "grad_norm": report.grad_norm})
+                    metrics.add("last", {"lr": report.lr})
+                    metrics.add("sum", {"nonfinite_grad_steps": float(report.skipped)})
         return metrics
 
     def train_mini_batch(

@@ -181,7 +181,7 @@ def cell(result: dict[str, Any] | None) -> str:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Steps to learn one task, for each estimator and each loss.")
     parser.add_argument("methods", nargs="*", help="only these, again")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="an override more; nothing is written")

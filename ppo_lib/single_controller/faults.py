@@ -43,6 +43,8 @@ def why_it_ended(error: RayError) -> str:
     text = str(error)
     if "exits with a connection error" in text:
         return "its process was killed (by hand, or for want of memory), crashed, or left with os._exit"
+    if "temporarily unavailable" in text:
+        return "it cannot be reached: its node is gone, or the way to it"
     detail = _DETAIL.search(text)
     if detail:
         return detail["detail"].strip()

@@ -66,7 +66,10 @@ def assert_same(found, expected, steps=STEPS):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), f"step {step}: {name}"
 
 
-@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+LORA = (*GRPO, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
+
+
+@pytest.mark.parametrize("algorithm", [PPO, GRPO, LORA], ids=["ppo", "grpo", "lora"])
 def test_micro_batches_do_not_change_the_numbers(tmp_path, algorithm):
     expected, recorded = train(tmp_path / "packed", *algorithm)
     for size in (1, 3):
@@ -90,3 +93,23 @@ def test_ray_two_ranks_and_balancing_give_the_numbers_of_one_local_rank(tmp_path
     }.items():
         found, _ = train(tmp_path / name, *PPO, *overrides, recorded=recorded, first=1)
         assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*PPO, "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true"),
+        (*LORA, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"),
+        (*PPO, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2"),
+    ],
+    ids=["two epochs", "lora", "replicas of shards"],
+)
+def test_four_ray_ranks_give_the_numbers_of_one_local_rank(settings, tmp_path, ray_cluster):
+    four_rollouts = "actor_rollout_ref.rollout.n=4"  # eight rows a mini-batch
+    alone = (*(setting for setting in settings if "fsdp_size" not in setting), four_rollouts)
+    _, recorded = train(tmp_path / "generates", *alone)
+    expected, _ = train(tmp_path / "local", *alone, recorded=recorded, first=1)
+    four = ("trainer.worker_group=ray", "trainer.n_gpus_per_node=4", four_rollouts)
+    found, _ = train(tmp_path / "four", *settings, *four, recorded=recorded, first=1)
+    assert_same(found, expected)

@@ -51,3 +51,10 @@ def test_offloading_frees_memory_and_changes_no_number(key: str, tiny_model: str
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     where = "moments" if key == "optimizer_offload" else "parameters"
     assert (plain[where], moved[where]) == ({"cuda"}, {"cpu"})
+
+
+def test_compiled_blocks_give_the_numbers_of_plain_ones(tiny_model: str) -> None:
+    plain = run_ranks(train_on, 1, config(tiny_model), "cuda")[0]
+    compiled = run_ranks(train_on, 1, config(tiny_model, f"{ACTOR}use_torch_compile=true"), "cuda")[0]
+    for ours, theirs in zip(compiled["metrics"], plain["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)

@@ -25,7 +25,10 @@ class Columns:
     lineage: tuple[LineageEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {key: object_column(key, value) for key, value in (self.non_tensor_batch or {}).items()}
+        size = () if self.batch is None else self.batch.batch_size
+        self.non_tensor_batch = {
+            k: object_column(k, column, size) for k, column in (self.non_tensor_batch or {}).items()
+        }
         self.meta_info = dict(self.meta_info or {})
         self.check_consistency()
 
@@ -36,7 +39,8 @@ class Columns:
         if twice := sorted(self.tensor_keys() & self.non_tensor_batch.keys()):
             raise BatchMismatchError(f"fields {twice} stand both in batch and in non_tensor_batch")
         for key, column in self.non_tensor_batch.items():
-            if not isinstance(column, np.ndarray) or column.ndim != 1:
+            folded = self.batch is not None and np.shape(column) == self.batch.batch_size
+            if not isinstance(column, np.ndarray) or (column.ndim != 1 and not folded):
                 raise BatchMismatchError(f"column {key!r} must be a one-dimensional array, found {short(column)}")
             if len(column) != len(self):
                 other = "batch" if self.batch is not None else f"column {next(iter(self.non_tensor_batch))!r}"
@@ -62,5 +66,7 @@ class Columns:
 
     def _derived(self, batch: TensorDict | None, columns: dict[str, np.ndarray], op: str | None = None) -> Self:
         """New envelope of these columns that owns a copy of this one's meta_info."""
-        new = type(self)(batch, columns, own_copy(self.meta_info), self.auto_padding, self.lineage)
+        new = object.__new__(type(self))  # what a subclass added stays, whatever its __init__ asks for
+        new.__dict__.update(self.__dict__, batch=batch, non_tensor_batch=columns, meta_info=own_copy(self.meta_info))
+        new.__post_init__()
         return new.record(op) if op else new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -59,3 +60,43 @@ def _beginning(row: Tensor) -> str:
     flat = row.detach().flatten()
     shown = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in flat[:_SHOWN].tolist())
     return f"[{shown}{', ...' if len(flat) > _SHOWN else ''}]" if row.dim() else shown
+
+
+def data_info(data: DataProto) -> str:
+    """The fields and what they are made of, without their values."""
+    lines = ["batch"]
+    for key, entry in [] if data.batch is None else data.batch.items():
+        shape, dtype, _ = _described(entry) if isinstance(entry, Tensor) else (type(entry).__name__, "", "")
+        lines.append(f"  {key}: {shape} {dtype} {getattr(entry, 'device', None) or ''}".rstrip())
+    lines.append("non_tensor_batch")
+    lines += [f"  {key}: {column.shape} {column.dtype}" for key, column in data.non_tensor_batch.items()]
+    lines.append("meta_info")
+    return "\n".join([*lines, *(f"  {key}: {_type_name(value)}" for key, value in data.meta_info.items())])
+
+
+def _type_name(value: Any) -> str:
+    """Type of a value; of containers also the types within, of arrays and tensors shape and dtype."""
+    name = type(value).__name__
+    if isinstance(value, (Tensor, np.ndarray)):
+        shape, dtype, _ = _described(value) if value.ndim else ("()", str(value.dtype).removeprefix("torch."), "")
+        return f"{name}{shape} {dtype}"
+    if isinstance(value, dict):
+        return name + "{" + ", ".join(f"{key}: {_type_name(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return f"{name}[{', '.join(sorted(set(map(_type_name, value))))}]"
+    return name
+
+
+def size_text(data: DataProto) -> str:
+    """How much memory the tensors and the object columns take. Of objects only the top level can be measured."""
+    tensors = 0 if data.batch is None else sum(map(_bytes, data.batch.values(True, True)))
+    columns = sum(
+        column.nbytes + (sum(map(sys.getsizeof, column.flat)) if column.dtype == object else 0)
+        for column in data.non_tensor_batch.values()
+    )
+    return f"{len(data)} rows, tensors {tensors / 2**30:.6f} GB, object columns {columns / 2**30:.6f} GB"
+
+
+def _bytes(entry: Any) -> int:
+    tensor = entry.values() if isinstance(entry, Tensor) and entry.is_nested else entry
+    return tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0

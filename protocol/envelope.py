@@ -6,21 +6,25 @@ It does not travel into workers (those take and return TensorDicts of jagged row
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from protocol import display, wire
+from protocol import disk, display, wire
 from protocol import tensordict_utils as tu
-from protocol.errors import BatchMismatchError
+from protocol.dimensions import DimensionOperations
+from protocol.errors import BatchMismatchError, FileFormatError, PPOLibError
 from protocol.lineage import LineageEntry
 from protocol.merge import MergeOperations
 from protocol.rows import RowOperations
-from protocol.values import object_column, own_copy, require_fields
+from protocol.values import column_of_rows, deep_equal, object_column, own_copy, require_fields, short
+
+Envelope = TypeVar("Envelope", bound="DataProto")
 
 
 @dataclass
@@ -32,7 +36,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-class DataProto(RowOperations, MergeOperations):
+class DataProto(RowOperations, MergeOperations, DimensionOperations):
     """Rows of tensors (`batch`), rows of Python objects (`non_tensor_batch`) and what holds for all (`meta_info`).
 
     Object columns are one-dimensional: a row holding a list keeps it, through every operation. `union`, `pop`,
@@ -70,16 +74,17 @@ class DataProto(RowOperations, MergeOperations):
 
     @classmethod
     def from_tensordict(
-        cls, td: TensorDictBase, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+        cls, tensor_dict: TensorDictBase, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
         """The inverse of `to_tensordict`: stacks become object columns, single values `meta_info`. Tensors are shared.
 
-        `meta_info` given here goes over what is in `td`.
+        `meta_info` given here goes over what is in `tensor_dict`.
         """
-        tensors, columns, meta = {}, {}, {}
+        td, tensors, columns, meta = tensor_dict, {}, {}, {}
         for key, entry in tu.entries(td):
-            home = {NonTensorStack: columns, NonTensorData: meta}.get(type(entry), tensors)
-            home[key] = tu.unwrap(entry)
+            home = columns if isinstance(entry, NonTensorStack) else meta
+            home = home if isinstance(entry, (NonTensorStack, NonTensorData)) else tensors
+            home[key] = tu.unwrap_non_tensor_data(entry)
         dtypes = meta.pop(tu.COLUMN_DTYPES, {})
         columns = {k: np.array(v, dtypes[k]) if k in dtypes else object_column(k, v) for k, v in columns.items()}
         batch = None
@@ -97,19 +102,61 @@ class DataProto(RowOperations, MergeOperations):
                 why = "is also the name of a field" if key in taken else "is not a string"
                 raise BatchMismatchError(f"meta_info key {key!r} {why} and cannot stand in a TensorDict")
         for key, column in self.non_tensor_batch.items():
+            if column.ndim > 1:
+                raise BatchMismatchError(f"column {key!r} is folded {column.shape}; call unfold_batch_dim before this")
             tu.assign_non_tensor_stack(td, key, column.tolist())
         dtypes = {key: column.dtype for key, column in self.non_tensor_batch.items() if column.dtype != object}
-        return tu.assign_non_tensor(td, **own_copy(self.meta_info), **({tu.COLUMN_DTYPES: dtypes} if dtypes else {}))
+        for key, value in {**own_copy(self.meta_info), **({tu.COLUMN_DTYPES: dtypes} if dtypes else {})}.items():
+            tu.assign_non_tensor_data(td, key, value)
+        return td
 
     def __reduce__(self) -> tuple[Any, ...]:
-        batch = None if self.batch is None else wire.encode_tensordict(self.batch)
-        python = wire.encode_values({"columns": self.non_tensor_batch, "meta_info": self.meta_info})
-        return _from_wire, (type(self), batch, python, self.auto_padding, tuple(map(tuple, self.lineage)))
+        return _from_wire, (type(self), *self._state())
+
+    def _state(self) -> tuple[Any, Any]:
+        """Everything this envelope consists of, subclass attributes included, as `wire` sends it."""
+        batch = None if self.batch is None else wire.serialize_tensordict(self.batch)
+        rest = {**self.__dict__, "batch": None, "lineage": tuple(map(tuple, self.lineage))}
+        return batch, wire.encode_values(rest)
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write one file that `load_from_disk` reads; whole or not at all.
+
+        It holds tensors, arrays and plain Python values: None, numbers, strings, bytes, and lists, tuples, sets and
+        dicts of these. Anything else is refused with NotStorableError naming where it stands, before a byte is written.
+        """
+        disk.save(filepath, self._state())
+
+    @classmethod
+    def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
+        """What `save_to_disk` wrote, in writable CPU memory. Nothing found in the file is executed.
+
+        Raises FileFormatError where the file is none of these or is damaged.
+        """
+        batch, rest = disk.load(filepath)
+        try:
+            return _from_wire(cls, batch, rest)
+        except (PPOLibError, AttributeError, KeyError, TypeError) as error:
+            raise FileFormatError(f"{filepath} holds no whole envelope: {error}") from error
+
+    def __copy__(self) -> Self:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.select(deepcopy=True)
 
     # ---- access
 
     def __repr__(self) -> str:
         return display.as_text(self)
+
+    def get_data_info(self) -> str:
+        """Names, shapes, dtypes and devices of all fields and the types in meta_info, one to a line; no values."""
+        return display.data_info(self)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Print how much memory tensors and object columns take, behind `prefix`."""
+        print(prefix + display.size_text(self))
 
     def _repr_html_(self) -> str:
         return display.as_html(self)
@@ -219,8 +266,36 @@ def _tensor_batch(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> T
     return TensorDict(dict(tensors), batch_size=batch_size)
 
 
-def _from_wire(cls: type[DataProto], batch: Any, python: Any, auto_padding: bool, lineage: Any) -> DataProto:
-    td = None if batch is None else wire.decode_tensordict(batch)
-    values = wire.decode_values(python)
-    history = tuple(LineageEntry(*entry) for entry in lineage)
-    return cls(td, values["columns"], values["meta_info"], auto_padding, history)
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Rows back into an envelope: the inverse of `list(data)`. Copies tensors, shares objects.
+
+    Tensors are stacked, or become jagged where their shapes differ; numpy scalars make a column of their dtype. Fields
+    must be the same in all rows, and so must meta_info. Raises BatchMismatchError naming the row that differs.
+    """
+    if not x:
+        raise BatchMismatchError("nothing to collate: the list of rows is empty")
+    first = x[0]
+    names = [set(() if row.batch is None else row.batch.keys()) | row.non_tensor_batch.keys() for row in x]
+    for number, row in enumerate(x):
+        if odd := names[number] ^ names[0]:
+            raise BatchMismatchError(f"row {number} and row 0 differ in fields {sorted(odd)}")
+        if not deep_equal(row.meta_info, first.meta_info):
+            raise BatchMismatchError(
+                f"meta_info is {short(first.meta_info)} in row 0 and {short(row.meta_info)} in row {number}"
+            )
+    columns = {key: column_of_rows(key, [row.non_tensor_batch[key] for row in x]) for key in first.non_tensor_batch}
+    batch = None
+    if first.batch is not None:
+        batch = TensorDict({}, batch_size=[len(x)])
+        for key in first.batch.keys():  # noqa: SIM118
+            batch.set(key, tu.column_of(key, [row.batch.get(key) for row in x if row.batch is not None]))
+    return DataProto(batch, columns, own_copy(first.meta_info))
+
+
+def _from_wire(cls: type[Envelope], batch: Any, rest: Any) -> Envelope:
+    new = object.__new__(cls)
+    new.__dict__.update(wire.decode_values(rest))
+    new.batch = None if batch is None else wire.deserialize_tensordict(batch)
+    new.lineage = tuple(LineageEntry(*entry) for entry in new.lineage)
+    new.check_consistency()
+    return new

@@ -15,3 +15,15 @@ class FieldMissingError(PPOLibError, KeyError):
     """A field that an operation needs is not in the envelope."""
 
     __str__ = Exception.__str__  # KeyError would show the repr of the message
+
+
+class NotEqualError(BatchMismatchError, AssertionError):
+    """Two things that were asserted to be equal are not."""
+
+
+class NotStorableError(PPOLibError, TypeError):
+    """A value that a file which executes nothing cannot hold."""
+
+
+class FileFormatError(PPOLibError, OSError):
+    """A file that does not hold a whole envelope."""

@@ -27,8 +27,7 @@ class MergeOperations(Columns):
         empty = any(side.batch is None and not side.non_tensor_batch for side in (self, other))
         if len(self) != len(other) and not empty:
             raise BatchMismatchError(f"cannot unite {len(self)} rows with {len(other)}")
-        for key in self.non_tensor_batch.keys() & other.non_tensor_batch.keys():
-            _check_same_column(key, self.non_tensor_batch[key], other.non_tensor_batch[key])
+        columns = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         for key in self.meta_info.keys() & other.meta_info.keys():
             if not deep_equal(self.meta_info[key], other.meta_info[key]):
                 raise BatchMismatchError(
@@ -44,7 +43,7 @@ class MergeOperations(Columns):
         if batch is not None and other.batch is not None:
             tu.union_tensor_dict(batch, other.batch)
         self.batch = batch
-        self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
+        self.non_tensor_batch = columns
         self.meta_info = {**own_copy(other.meta_info), **self.meta_info}
         return self.record("union", added)
 
@@ -69,6 +68,18 @@ class MergeOperations(Columns):
         whole.meta_info = merged_meta_info([part.meta_info for part in data])
         whole.auto_padding = any(part.auto_padding for part in data)
         return whole
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the arrays of the second to the first, in place, and return it; one that both have must be equal.
+
+    NaN equals NaN, containers are compared by value. Everything is checked before anything changes. Raises
+    BatchMismatchError naming key, shapes and first differing row.
+    """
+    for key in tensor_dict1.keys() & tensor_dict2.keys():
+        _check_same_column(key, tensor_dict1[key], tensor_dict2[key])
+    tensor_dict1.update({key: array for key, array in tensor_dict2.items() if key not in tensor_dict1})
+    return tensor_dict1
 
 
 def merged_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -98,6 +109,8 @@ def _collect(into: dict[str, list], key: str, value: Any) -> None:
 
 
 def _check_same_column(key: str, left: np.ndarray, right: np.ndarray) -> None:
+    if left.shape != right.shape:
+        raise BatchMismatchError(f"{key!r} stands on both sides, with shapes {left.shape} and {right.shape}")
     row = first_differing_row(left, right)
     if row is not None:
         raise BatchMismatchError(

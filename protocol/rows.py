@@ -1,7 +1,9 @@
-"""The algebra of rows: repeat, reorder, chunk, split, pad. What an envelope can do to its rows as a whole."""
+"""The algebra of rows: repeat, reorder, chunk, split, pad, iterate. What an envelope can do to its rows as a whole."""
 
 from __future__ import annotations
 
+import builtins
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -11,22 +13,33 @@ from tensordict import TensorDict
 from protocol import tensordict_utils as tu
 from protocol.base import Columns
 from protocol.errors import BatchMismatchError
+from protocol.values import short
 
 Rows = TypeVar("Rows", bound="RowOperations")
+
+
+class DataProtoConfig:
+    """What holds for all envelopes of this process. `DataProtoConfig.auto_padding = True` lets `chunk` add rows."""
+
+    auto_padding: bool = False
 
 
 class RowOperations(Columns):
     """Methods of DataProto that move whole rows. Everything is built on `_taken`."""
 
-    def _taken(self, rows: torch.Tensor | slice, op: str | None = None) -> Self:
+    def _taken(self, rows: torch.Tensor | builtins.slice, op: str | None = None) -> Self:
         """Envelope of the rows that `tu.row_index` chose. A slice shares memory, an index copies."""
-        index = rows if isinstance(rows, slice) else rows.numpy()
+        index = rows if isinstance(rows, builtins.slice) else rows.numpy()
         batch = None if self.batch is None else tu.take_rows(self.batch, rows)
         return self._derived(batch, {key: column[index] for key, column in self.non_tensor_batch.items()}, op)
 
     def select_idxs(self, idxs: Any) -> Self:
         """Rows by slice, mask, list, array or tensor; the same as `data[idxs]`."""
         return self._taken(tu.row_index(idxs, len(self)))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """The same as `data[start:end:step]`. Shares the tensors' memory where step is 1."""
+        return self.select_idxs(builtins.slice(start, end, step))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Every row `repeat_times` times: a a b b with `interleave`, else a b a b. Copies tensors, shares objects."""
@@ -35,6 +48,32 @@ class RowOperations(Columns):
         rows = torch.arange(len(self))
         rows = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
         return self._taken(rows, "repeat")
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
+        """Row i `repeat_times[i]` times, copies next to each other; 0 leaves it out. Copies tensors, shares objects."""
+        times = torch.as_tensor(repeat_times if len(repeat_times) else np.zeros(0, np.int64)).cpu()
+        whole = times.shape == (len(self),) and not times.is_floating_point() and times.dtype != torch.bool
+        if not whole or bool((times < 0).any()):
+            raise BatchMismatchError(
+                f"repeat_times must be one integer from 0 up for each of {len(self)} rows, found {short(repeat_times)}"
+            )
+        return self._taken(torch.arange(len(self)).repeat_interleave(times.long()), "sample_level_repeat")
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Self]:
+        """Mini-batches of `mini_batch_size` rows, `epochs` times over the whole. Rows must divide.
+
+        In the rows' own order (sharing the tensors' memory), unless `dataloader_kwargs={"shuffle": True}`: then in an
+        order drawn anew for every epoch from `seed`, and "shuffle" stands in the lineage of each mini-batch. A seed
+        alone shuffles nothing and is warned about.
+        """
+        plan = tu.minibatch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
+        return (self._taken(rows, None if isinstance(rows, builtins.slice) else "shuffle") for rows in plan)
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Permute the rows in place: row i becomes the former row `indices[i]`. Every row must be named once."""
@@ -54,28 +93,30 @@ class RowOperations(Columns):
         """Contiguous parts of `split_size` rows, the last one with what is left. They share the tensors' memory."""
         if split_size < 1:
             raise BatchMismatchError(f"rows can be split into parts of at least one row, found split_size={split_size}")
-        return [self._taken(slice(at, min(at + split_size, len(self)))) for at in range(0, len(self), split_size)]
+        return [
+            self._taken(builtins.slice(at, min(at + split_size, len(self)))) for at in range(0, len(self), split_size)
+        ]
 
     def chunk(self, chunks: int) -> list[Self]:
         """`chunks` equal contiguous parts. They share the tensors' memory unless rows had to be added.
 
-        Rows that do not divide are an error, or, with `auto_padding`, made up by marked rows of zero weight at the end
-        (see `pad_dataproto_to_divisor`); `unpad_dataproto` takes those off the concatenated parts.
+        Rows that do not divide are an error, or, where `is_padding_enabled`, made up by marked rows of zero weight at
+        the end (see `pad_dataproto_to_divisor`); `unpad_dataproto` takes those off the concatenated parts.
         """
         if chunks < 1:
             raise BatchMismatchError(f"an envelope can be cut into at least one part, found chunks={chunks}")
-        whole = pad_dataproto_to_divisor(self, chunks)[0] if self.auto_padding else self
+        whole = pad_dataproto_to_divisor(self, chunks)[0] if self.is_padding_enabled() else self
         size, rest = divmod(len(whole), chunks)
         if rest:
             raise BatchMismatchError(
                 f"{len(self)} rows cannot be cut into {chunks} equal parts. "
                 "Create the envelope with auto_padding=True, pad it with pad_dataproto_to_divisor, or use split."
             )
-        return [whole._taken(slice(part * size, (part + 1) * size)) for part in range(chunks)]
+        return [whole._taken(builtins.slice(part * size, (part + 1) * size)) for part in range(chunks)]
 
     def is_padding_enabled(self) -> bool:
-        """Whether `chunk` may add rows."""
-        return self.auto_padding
+        """Whether `chunk` may add rows: this envelope has `auto_padding`, or DataProtoConfig gives it to all."""
+        return self.auto_padding or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append `padding_size` marked rows of zero weight in place, copies of the "first" or the "last" row."""

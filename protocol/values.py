@@ -11,14 +11,15 @@ import torch
 from protocol.errors import BatchMismatchError, FieldMissingError
 
 
-def object_column(name: str, values: Any) -> np.ndarray:
+def object_column(name: str, values: Any, batch_size: Sequence[int] = ()) -> np.ndarray:
     """One-dimensional column with one entry per row.
 
-    A one-dimensional array is taken as it is, dtype included; of an array with more dimensions every row becomes one
-    entry. A list or tuple becomes an object array whose entries are the list's own, also where all of them are lists
-    of one length (`np.array` would make a second dimension of those).
+    A one-dimensional array is taken as it is, dtype included, and so is one of the shape `batch_size` of a folded
+    batch; of any other array with more dimensions every row becomes one entry. A list or tuple becomes an object array
+    whose entries are the list's own, also where all of them are lists of one length (`np.array` would make a second
+    dimension of those).
     """
-    if isinstance(values, np.ndarray) and values.ndim == 1:
+    if isinstance(values, np.ndarray) and (values.ndim == 1 or (values.ndim > 1 and values.shape == tuple(batch_size))):
         return values
     if (isinstance(values, np.ndarray) and values.ndim > 1) or isinstance(values, (list, tuple)):
         column = np.empty(len(values), dtype=object)
@@ -30,6 +31,13 @@ def object_column(name: str, values: Any) -> np.ndarray:
         f"column {name!r} must be a list or numpy array with one entry per row, found {found}. "
         "A single value for the whole batch belongs in meta_info."
     )
+
+
+def column_of_rows(name: str, rows: Sequence[Any]) -> np.ndarray:
+    """Column of what stood in the rows of one: of its own dtype where all are numpy scalars, of objects elsewhere."""
+    if not rows or not all(isinstance(row, np.generic) for row in rows):
+        return object_column(name, list(rows))
+    return np.array(rows, dtype=common_dtype([row.dtype for row in rows]))
 
 
 def common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:

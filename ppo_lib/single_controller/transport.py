@@ -25,18 +25,18 @@ def pack(value: Any) -> Any:
     """`value` with every TensorDict in it encoded; looks into plain dicts, lists and tuples."""
     tensordict = sys.modules.get("tensordict")  # where it was never imported, nothing can be one
     if tensordict is not None and isinstance(value, tensordict.TensorDictBase):
-        from protocol.wire import encode_tensordict
+        from protocol.wire import serialize_tensordict
 
-        return _Packed(encode_tensordict(value))
+        return _Packed(serialize_tensordict(value))
     return _inside(value, pack)
 
 
 def unpack(value: Any) -> Any:
     """The inverse of `pack`. Tensors that come out own writable memory."""
     if isinstance(value, _Packed):
-        from protocol.wire import decode_tensordict
+        from protocol.wire import deserialize_tensordict
 
-        return decode_tensordict(value.payload)
+        return deserialize_tensordict(value.payload)
     return _inside(value, unpack)
 
 

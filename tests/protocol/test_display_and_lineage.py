@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import torch
 from envelopes import envelope
 
 from protocol import DataProto, LineageEntry, stage
+from protocol import tensordict_utils as tu
 from protocol.lineage import current_stage
 
 
@@ -74,3 +76,37 @@ def test_a_stage_ends_with_its_block_and_does_not_show_in_other_tasks():
 
     assert asyncio.run(both()) == ["one", "two"]
     assert current_stage() == ""
+
+
+def test_the_summary_lists_names_shapes_dtypes_and_types_and_no_values():
+    data = envelope(3, t=0.5, nested={"a": [1, "x"], "array": np.zeros((2, 3)), "flag": torch.tensor(True)})
+    assert data.get_data_info().splitlines() == [
+        "batch",
+        "  scalar: (3) int64 cpu",
+        "  matrix: (3, 2) float32 cpu",
+        "  jagged: (3, jagged) int64 cpu",
+        "non_tensor_batch",
+        "  name: (3,) object",
+        "  pair: (3,) object",
+        "  small: (3,) int32",
+        "meta_info",
+        "  t: float",
+        "  nested: dict{a: list[int, str], array: ndarray(2, 3) float64, flag: Tensor() bool}",
+    ]
+    assert DataProto().get_data_info().splitlines() == ["batch", "non_tensor_batch", "meta_info"]
+
+
+def test_the_size_counts_dense_and_jagged_tensors_and_columns(capsys):
+    data = DataProto.from_single_dict(
+        {
+            "x": torch.zeros(2, 2**27, dtype=torch.int8),
+            "j": tu.nested_tensor_from_tensor_list(
+                [torch.zeros(2**26, dtype=torch.int8), torch.zeros(2**26).to(torch.int8)]
+            ),
+            "c": np.zeros(2, dtype="S1"),
+        }
+    )
+    data.print_size("before gen: ")
+    assert capsys.readouterr().out == "before gen: 2 rows, tensors 0.375000 GB, object columns 0.000000 GB\n"
+    DataProto.from_dict(non_tensors={"u": ["x" * 2**20]}).print_size()
+    assert capsys.readouterr().out == "1 rows, tensors 0.000000 GB, object columns 0.000977 GB\n"

@@ -340,3 +340,22 @@ def test_to_moves_tensors_in_place():
     data = envelope(2).select(["scalar"])
     assert data.to("meta") is data
     assert data.batch["scalar"].device.type == "meta"
+
+
+def test_what_was_written_past_the_constructor_can_be_checked_and_asked_for():
+    data = envelope(2)
+    assert data.tensor_keys() == {"scalar", "matrix", "jagged"}
+    assert data.field_names() == {"scalar", "matrix", "jagged", "name", "pair", "small"}
+    data.check_consistency()
+    for column, message in [
+        (np.zeros(3), "'late' has 3 rows, batch has 2"),
+        (np.zeros((2, 2)), "'late' must be a one-dimensional array"),
+        ([1, 2], "'late' must be a one-dimensional array"),
+    ]:
+        data.non_tensor_batch["late"] = column
+        with pytest.raises(BatchMismatchError, match=message):
+            data.check_consistency()
+    del data.non_tensor_batch["late"]
+    data.non_tensor_batch["scalar"] = np.zeros(2)
+    with pytest.raises(BatchMismatchError, match=r"\['scalar'\] stand both"):
+        data.check_consistency()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from envelopes import dtypes_of, envelope, rows_of
 from hypothesis import settings
@@ -15,9 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protocol import (
     DataProto,
-    decode_tensordict,
-    encode_tensordict,
+    collate_fn,
+    deserialize_tensordict,
     pad_dataproto_to_divisor,
+    serialize_tensordict,
     unpad_dataproto,
 )
 
@@ -26,6 +30,11 @@ INDEX_KINDS = {
     "numpy": lambda rows: np.array(rows, dtype=np.int64),
     "tensor": lambda rows: torch.tensor(rows, dtype=torch.int64),
 }
+
+
+def as_text(row: dict[str, Any]) -> str:
+    """A row as something that can be sorted."""
+    return repr(sorted(row.items()))
 
 
 class Programs(RuleBasedStateMachine):
@@ -135,16 +144,80 @@ class Programs(RuleBasedStateMachine):
         self.rows = [{new if key == old else key: value for key, value in row.items()} for row in self.rows]
         self.dtypes = {new if key == old else key: dtype for key, dtype in self.dtypes.items()}
 
-    @rule(way=st.sampled_from(["pickle", "tensordict", "wire"]))
+    @precondition(lambda self: len(self.rows) <= 12)
+    @rule(draw=st.data())
+    def repeat_each_row_its_own_number_of_times(self, draw: Any) -> None:
+        times = draw.draw(st.lists(st.integers(0, 2), min_size=len(self.rows), max_size=len(self.rows)))
+        rows = [row for row, count in zip(self.rows, times) for _ in range(count)]
+        self.becomes(self.data.sample_level_repeat(times), rows)
+
+    @precondition(lambda self: {"matrix", "pair"} & self.dtypes.keys() and len(self.rows) <= 12)
+    @rule(draw=st.data())
+    def cut_columns(self, draw: Any) -> None:
+        width = {len(row[key]) for row in self.rows for key in {"matrix", "pair"} & row.keys()}
+        if width != {2}:
+            return
+        cut = draw.draw(st.sets(st.sampled_from(sorted({"matrix", "pair"} & self.dtypes.keys()))))
+        rows = [
+            {key: value[part : part + 1] if key in cut else value for key, value in row.items()}
+            for row in self.rows
+            for part in range(2)
+        ]
+        self.becomes(self.data.unfold_column_chunks(2, cut), rows)
+
+    @precondition(lambda self: self.rows)
+    @rule(draw=st.data(), seed=st.none() | st.integers(0, 9))
+    def go_through_mini_batches(self, draw: Any, seed: int | None) -> None:
+        size = draw.draw(st.sampled_from([size for size in range(1, len(self.rows) + 1) if len(self.rows) % size == 0]))
+        options = {"shuffle": seed is not None}
+        parts = list(self.data.make_iterator(size, 2, seed, options))
+        assert {len(part) for part in parts} == {size}
+        for epoch in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):
+            seen = [row for part in epoch for row in rows_of(part)]
+            assert sorted(map(as_text, seen)) == sorted(map(as_text, self.rows))
+            assert seed is not None or seen == self.rows
+        self.becomes(DataProto.concat(list(self.data.make_iterator(size, 1))), self.rows)
+
+    @precondition(lambda self: self.rows and "is_padding" not in self.dtypes)
+    @rule(added=st.integers(0, 3), word=st.sampled_from(["first", "last"]))
+    def pad_in_place_and_unpad(self, added: int, word: str) -> None:
+        self.becomes(self.data.select(), self.rows)
+        self.data.padding(added, word)
+        copied = self.rows[0 if word == "first" else -1]
+        padded = [{**row} for row in self.rows] + [{**copied} for _ in range(added)]
+        assert [{k: v for k, v in row.items() if k != "is_padding"} for row in rows_of(self.data)] == padded
+        self.data = unpad_dataproto(self.data, added)
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def take_rows_apart_and_collate_them(self) -> None:
+        lengths = {len(row["jagged"]) for row in self.rows if "jagged" in row}
+        if len(lengths) == 1:  # rows of one length come back dense: known, and another dtype and shape of field
+            return
+        self.becomes(collate_fn(list(self.data)), self.rows)
+
+    @rule(way=st.sampled_from(["pickle", "tensordict", "wire", "disk", "copy", "deepcopy"]))
     def round_trip(self, way: str) -> None:
-        if way == "pickle":
+        if way == "disk":
+            with tempfile.TemporaryDirectory() as folder:
+                self.data.save_to_disk(Path(folder) / "data")
+                self.becomes(DataProto.load_from_disk(Path(folder) / "data"), self.rows)
+        elif way in ("copy", "deepcopy"):
+            self.becomes(getattr(copy, way)(self.data), self.rows)
+        elif way == "pickle":
             self.becomes(pickle.loads(pickle.dumps(self.data)), self.rows)
         elif way == "tensordict":
             self.becomes(DataProto.from_tensordict(self.data.to_tensordict()), self.rows)
         else:
-            encoded = pickle.loads(pickle.dumps(encode_tensordict(self.data.to_tensordict())))
-            self.becomes(DataProto.from_tensordict(decode_tensordict(encoded)), self.rows)
+            encoded = pickle.loads(pickle.dumps(serialize_tensordict(self.data.to_tensordict())))
+            self.becomes(DataProto.from_tensordict(deserialize_tensordict(encoded)), self.rows)
 
 
-TestPrograms = Programs.TestCase
-TestPrograms.settings = settings(max_examples=200, stateful_step_count=10, deadline=None)
+class TestPrograms(Programs.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=10, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+class TestManyPrograms(Programs.TestCase):
+    settings = settings(max_examples=10_000, stateful_step_count=10, deadline=None)

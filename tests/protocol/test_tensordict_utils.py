@@ -177,3 +177,146 @@ def test_a_jagged_tensor_from_rows():
     ]:
         with pytest.raises(BatchMismatchError, match=message):
             tu.nested_tensor_from_tensor_list(rows)
+
+
+# ---- entries in and out
+
+
+def test_assigning_wrapped_values_keeps_what_they_are():
+    td = TensorDict({}, batch_size=[2])
+    tu.assign_non_tensor(td, rows=NonTensorStack(NonTensorData("a"), NonTensorData("b")), one=NonTensorData([1, 2]))
+    tu.assign_non_tensor_data(td, "data", ["x", "y"])
+    assert tu.get(tu.index_select_tensor_dict(td, [1]), "rows") == ["b"]
+    assert tu.get(tu.index_select_tensor_dict(td, [1]), "one") == [1, 2]
+    assert tu.get(tu.index_select_tensor_dict(td, [1]), "data") == ["x", "y"]
+
+
+def test_unwrapping_gives_the_value_the_rows_or_the_thing_itself():
+    td = rows_td()
+    assert tu.unwrap_non_tensor_data(td.get("temperature")) == 0.5
+    assert tu.unwrap_non_tensor_data(td.get("text"))[1] == ["b", "c"]
+    assert tu.unwrap_non_tensor_data(td.get("dense")) is td.get("dense")
+    assert tu.get_non_tensor_data(td, "temperature", None) == 0.5
+    assert tu.get_non_tensor_data(td, "lost", "default") == "default"
+    with pytest.raises(BatchMismatchError, match=r"'dense' is a tensor of shape \(4, 2\)"):
+        tu.get_non_tensor_data(td, "dense", None)
+
+
+def test_get_keys_takes_these_entries_and_pop_keys_moves_them_all_or_none():
+    td = rows_td()
+    assert set(tu.get_keys(td, ["text", "long"]).keys()) == {"text", "long"}
+    popped = tu.pop_keys(td, ["text", "temperature"])
+    assert tu.get(popped, "text")[1] == ["b", "c"]
+    assert tu.get(popped, "temperature") == 0.5
+    left = set(td.keys())
+    assert left == {"dense", "long", "float", "ragged_last", "inner", "sizes"}
+    for take in (tu.get_keys, tu.pop_keys):
+        with pytest.raises(FieldMissingError, match=r"'text', 'lost'; present: \['dense'"):
+            take(td, ["dense", "text", "lost"])
+    assert set(td.keys()) == left
+
+
+def test_get_tensordict_takes_tensors_rows_and_values():
+    td = tu.get_tensordict({"x": torch.arange(2), "rows": [[1, 2], [3, 4]]}, {"sizes": [1, 2], "t": 0.5})
+    assert td.batch_size == (2,)
+    assert isinstance(td.get("rows"), NonTensorStack)
+    assert tu.get(td, "rows") == [[1, 2], [3, 4]]
+    assert (tu.get(td, "sizes"), tu.get(td, "t")) == ([1, 2], 0.5)
+    assert tu.get_tensordict({}, {"t": 1}).batch_size == ()
+    assert tu.get_tensordict({"rows": [], "x": torch.zeros(0, 3)}).batch_size == (0,)
+    with pytest.raises(BatchMismatchError, match="'rows' has 3 rows, 'x' has 2"):
+        tu.get_tensordict({"x": torch.arange(2), "rows": [1, 2, 3]})
+    with pytest.raises(BatchMismatchError, match=r"\['x'\] are given both"):
+        tu.get_tensordict({"x": torch.arange(2)}, {"x": 1})
+    with pytest.raises(BatchMismatchError, match="'x' is a tensor without dimensions"):
+        tu.get_tensordict({"x": torch.tensor(1)})
+
+
+def test_rows_as_dicts_become_stacked_jagged_or_object_columns():
+    rows = [{"a": torch.ones(2), "b": torch.ones(row), "c": [row]} for row in range(3)]
+    td = tu.list_of_dict_to_tensordict(rows)
+    assert td["a"].shape == (3, 2)
+    assert [len(row) for row in td["b"].unbind()] == [0, 1, 2]
+    assert tu.get(td, "c") == [[0], [1], [2]]
+    for bad, message in [
+        ([], "at least one row"),
+        ([{"a": 1}, {"b": 1}], r"row 1 and row 0 differ in fields \['a', 'b'\]"),
+        ([{"a": torch.ones(1)}, {"a": torch.ones(2, 2)}], "field 'a': row 1"),
+    ]:
+        with pytest.raises(BatchMismatchError, match=message):
+            tu.list_of_dict_to_tensordict(bad)
+
+
+# ---- rows, whole TensorDicts
+
+
+def test_concatenating_nested_tensors_puts_their_rows_under_one_another():
+    parts = [
+        tu.nested_tensor_from_tensor_list([torch.ones(1), torch.ones(2)]),
+        tu.nested_tensor_from_tensor_list([torch.ones(3)]),
+    ]
+    assert [len(row) for row in tu.concat_nested_tensors(parts).unbind()] == [1, 2, 3]
+    for bad, message in [
+        ([], "empty"),
+        ([parts[0], torch.ones(2)], "tensor 1 is not nested"),
+        ([parts[0], parts[1].long()], "float32 .* in part 0 and int64"),
+    ]:
+        with pytest.raises(BatchMismatchError, match=message):
+            tu.concat_nested_tensors(bad)
+
+
+def test_contiguous_gives_a_new_tensordict_with_the_same_kinds_of_entries():
+    td = rows_td()
+    td["turned"] = torch.arange(8).view(2, 4).T
+    result = tu.contiguous(td)
+    assert result is not td
+    assert result["turned"].is_contiguous()
+    assert not td["turned"].is_contiguous()
+    tu.assert_tensordict_eq(result, td)
+
+
+def test_equal_tensordicts_pass_and_others_are_an_assertion_error_that_says_where():
+    td = rows_td()
+    td["nan"] = torch.full((4,), float("nan"))
+    tu.assert_tensordict_eq(td, td.copy())
+    for change, message in [
+        (lambda other: other.set("dense", td["dense"].int()), "'dense' .* int64 .* int32"),
+        (lambda other: other["inner"].set("x", torch.tensor([0, 1, 9, 3])), "'inner.x' .* row 2: 2 and 9"),
+        (lambda other: other.del_("text"), r"only one side has the fields \['text'\]"),
+        (lambda other: tu.assign_non_tensor(other, temperature=0.7), "'temperature' .*: 0.5 and 0.7"),
+        (lambda other: tu.assign_non_tensor_stack(other, "text", [["a"], ["b"], [], None]), "'text' .* row 1"),
+    ]:
+        other = rows_td()
+        other["nan"] = torch.full((4,), float("nan"))
+        change(other)
+        with pytest.raises(AssertionError, match=message):
+            tu.assert_tensordict_eq(td, other)
+    with pytest.raises(BatchMismatchError, match=r"batch sizes are \(4,\) and \(3,\)"):
+        tu.assert_tensordict_eq(td, tu.index_select_tensor_dict(td, [0, 1, 2]))
+
+
+def test_mini_batches_of_a_tensordict_hold_every_row_once_an_epoch():
+    td = rows_td()
+    in_order = [part["inner", "x"].tolist() for part in tu.make_iterator(td, 2, 2)]
+    assert in_order == [[0, 1], [2, 3]] * 2
+    shuffled = [part["inner", "x"].tolist() for part in tu.make_iterator(td, 2, 8, 3, {"shuffle": True})]
+    assert all(sorted(shuffled[at] + shuffled[at + 1]) == [0, 1, 2, 3] for at in range(0, 16, 2))
+    assert len({str(shuffled[at : at + 2]) for at in range(0, 16, 2)}) > 1
+    assert shuffled == [part["inner", "x"].tolist() for part in tu.make_iterator(td, 2, 8, 3, {"shuffle": True})]
+
+
+def test_no_rows_with_an_object_column_go_through_every_operation():
+    td = tu.assign_non_tensor_stack(TensorDict({"x": torch.zeros(0, 2)}, batch_size=[0]), "s", [])
+    for result in (
+        tu.index_select_tensor_dict(td, []),
+        tu.index_select_tensor_dict(rows_td(), []),
+        tu.concat_tensordict([td, td]),
+        tu.chunk_tensordict(td, 2)[1],
+        tu.contiguous(td),
+        td.copy(),
+        tu.union_tensor_dict(TensorDict({}, batch_size=[0]), td),
+    ):
+        assert len(result) == 0
+        assert tu.get(result, "text" if "text" in result.keys() else "s") == []  # noqa: SIM118
+    whole = tu.concat_tensordict([td, tu.get_tensordict({"x": torch.ones(1, 2), "s": ["a"]})])
+    assert tu.get(whole, "s") == ["a"]

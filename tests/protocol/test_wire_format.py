@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
+import datetime
 import os
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,18 @@ import torch
 from envelopes import dtypes_of, envelope, rows_of
 from tensordict import TensorDict
 
-from protocol import BatchMismatchError, DataProto, decode_tensordict, encode_tensordict, stage
+from protocol import (
+    BatchMismatchError,
+    DataProto,
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    fold_batch_dim,
+    serialize_single_tensor,
+    serialize_tensordict,
+    stage,
+)
 from protocol import tensordict_utils as tu
+from protocol.values import deep_equal
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64]
@@ -95,7 +109,7 @@ def test_a_tensordict_of_jagged_rows_arrives_with_columns_that_can_be_added(send
     td["inner"] = TensorDict({"x": torch.arange(3)}, batch_size=[3])
     tu.assign_non_tensor_stack(td, "s", [{"image": torch.ones(2)}, [1], None])
     tu.assign_non_tensor(td, temperature=1.0, sizes=[1.0, 2.0])
-    got = decode_tensordict(send(encode_tensordict(td)))
+    got = deserialize_tensordict(send(serialize_tensordict(td)))
     assert (got["a"] + got["b"]).values().tolist() == [0, 3, 0, 3, 6]
     assert got["d"].dtype == torch.bfloat16
     assert got["inner", "x"].tolist() == [0, 1, 2]
@@ -137,9 +151,9 @@ def test_a_pickle_loads_in_a_process_with_another_environment(tmp_path: Path):
 
 
 def test_a_format_this_side_does_not_know_is_refused():
-    encoded = encode_tensordict(TensorDict({}, batch_size=[1]))
+    encoded = serialize_tensordict(TensorDict({}, batch_size=[1]))
     with pytest.raises(BatchMismatchError, match="format 99, this side reads"):
-        decode_tensordict({**encoded, "version": 99})
+        deserialize_tensordict({**encoded, "version": 99})
 
 
 def test_ray_delivers_envelopes_that_can_be_written_without_touching_the_store(ray_cluster):
@@ -149,6 +163,149 @@ def test_ray_delivers_envelopes_that_can_be_written_without_touching_the_store(r
     reference = ray.put(data)
     ray.get(reference).batch["matrix"].fill_(-1)
     assert rows_of(ray.get(reference)) == rows_of(data)
-    encoded = ray.put(encode_tensordict(data.to_tensordict()))
-    decode_tensordict(ray.get(encoded))["matrix"].fill_(-1)
-    assert rows_of(DataProto.from_tensordict(decode_tensordict(ray.get(encoded)))) == rows_of(data)
+    encoded = ray.put(serialize_tensordict(data.to_tensordict()))
+    deserialize_tensordict(ray.get(encoded))["matrix"].fill_(-1)
+    assert rows_of(DataProto.from_tensordict(deserialize_tensordict(ray.get(encoded)))) == rows_of(data)
+
+
+# ---- any value, any shape, across processes
+
+
+@dataclasses.dataclass
+class Sample:
+    """A value of somebody's own class, which holds a tensor and an array."""
+
+    tensor: torch.Tensor
+    array: np.ndarray
+
+
+def any_values() -> list[Any]:
+    """One row of every kind of value that people put into an object column."""
+    return [
+        None,
+        2**80,
+        float("inf"),
+        "text \ud800",
+        b"\x00",
+        [1, [2, ("three", {4})]],
+        {"a": np.float32(1), ("b", 1): np.datetime64("2020-01-01")},
+        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        tu.nested_tensor_from_tensor_list([torch.ones(1), torch.ones(2)]),
+        np.array([None, torch.ones(2), np.ones(2)], dtype=object),
+        np.array([[1, 2]], dtype=">i4"),
+        Path("/a/b"),
+        OrderedDict(x=[torch.zeros(1).to(torch.float8_e5m2)]),
+        Sample(torch.ones(3), np.ones(3)),
+        collections.Counter("aab"),
+        len,
+        dict,
+        slice(1, 2),
+        datetime.timedelta(days=1),
+        TensorDict({"x": torch.ones(2)}, batch_size=[2]),
+    ]
+
+
+def same_value(left: Any, right: Any) -> bool:
+    if isinstance(left, Sample):
+        return torch.equal(left.tensor, right.tensor) and np.array_equal(left.array, right.array)
+    if isinstance(left, TensorDict):
+        return bool((left == right).all())
+    return deep_equal(left, right)
+
+
+def envelopes_of_every_kind() -> dict[str, DataProto]:
+    """What a process may be sent, by name."""
+    dense = {str(dtype): torch.tensor([[0.0, 1.0], [2.0, 3.0]]).to(dtype) for dtype in DTYPES}
+    nested = {
+        f"nested {dtype}": tu.nested_tensor_from_tensor_list([torch.ones(1, 2).to(dtype), torch.ones(3, 2).to(dtype)])
+        for dtype in DTYPES
+    }
+    both = DataProto.from_single_dict({**dense, **nested, "c": [[1], [2]], "i": np.arange(2, dtype=np.int8)})
+    return {
+        "every dtype": both,
+        "no rows": both[:0],
+        "no width": DataProto.from_dict({key: tensor[:, :0] for key, tensor in dense.items()}),
+        "any value": DataProto.from_dict(non_tensors={"v": any_values()}),
+        "any value, no rows": DataProto.from_dict(non_tensors={"v": any_values()})[:0],
+        "folded": fold_batch_dim(DataProto.from_single_dict({"x": torch.arange(4), "c": [[1], [2], [3], [4]]}), 2),
+        "nothing": DataProto(meta_info={"any": any_values()}),
+    }
+
+
+def assert_same(got: DataProto, sent: DataProto) -> None:
+    """Bits, dtypes, shapes, kinds of columns; and that the memory can be written."""
+    assert len(got) == len(sent)
+    assert dtypes_of(got) == dtypes_of(sent)
+    for key in sent.tensor_keys():
+        one, other = (
+            data.batch[key].values() if data.batch[key].is_nested else data.batch[key] for data in (got, sent)
+        )
+        assert got.batch[key].is_nested == sent.batch[key].is_nested
+        assert one.shape == other.shape
+        assert bytes(one.view(torch.uint8).numpy()) == bytes(other.contiguous().view(torch.uint8).numpy())
+        one.zero_()
+    for key, column in sent.non_tensor_batch.items():
+        assert got.non_tensor_batch[key].shape == column.shape
+        assert all(map(same_value, column.flat, got.non_tensor_batch[key].flat))
+    assert sent.meta_info.keys() == got.meta_info.keys()
+    assert all(map(same_value, sent.meta_info.get("any", []), got.meta_info.get("any", [])))
+
+
+@pytest.mark.parametrize("name", envelopes_of_every_kind())
+@pytest.mark.parametrize("send", [through_store, in_band, lambda data: pickle.loads(pickle.dumps(data, protocol=2))])
+def test_every_kind_of_envelope_arrives(name, send):
+    sent = envelopes_of_every_kind()[name]
+    assert_same(send(sent), sent)
+
+
+def test_every_kind_of_envelope_goes_to_another_process_and_back():
+    code = (
+        "import pickle, sys; sys.path[:0] = sys.argv[1:]; data = pickle.load(sys.stdin.buffer);"
+        "sys.stdout.buffer.write(pickle.dumps(data))"
+    )
+    sent = envelopes_of_every_kind()
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders], input=pickle.dumps(sent), check=True, capture_output=True
+    )
+    got = pickle.loads(done.stdout)
+    for name, data in sent.items():
+        assert_same(got[name], data)
+
+
+def test_every_kind_of_envelope_goes_to_a_ray_task_and_back(ray_cluster):
+    import ray
+
+    @ray.remote
+    def back(payload: dict[str, DataProto]) -> dict[str, DataProto]:
+        for data in payload.values():  # what arrives can be written
+            for tensor in [] if data.batch is None else data.batch.values():
+                values = tensor.values() if tensor.is_nested else tensor
+                values.copy_(values.clone())
+        return payload
+
+    sent = envelopes_of_every_kind()
+    known = [row for row in any_values() if not isinstance(row, Sample)]  # no worker can import this module
+    sent |= {"any value": DataProto.from_dict(non_tensors={"v": known}), "nothing": DataProto(meta_info={"any": known})}
+    here = DataProto.from_dict(non_tensors={"v": [lambda: 3, type("Local", (), {"x": torch.ones(1)})()]})
+    answer, local = ray.get(back.remote({"here": here}))["here"].non_tensor_batch["v"]
+    assert (answer(), local.x.tolist()) == (3, [1])
+    got = ray.get(back.remote(sent))
+    for name, data in sent.items():
+        assert_same(got[name], data)
+
+
+def test_a_single_tensor_goes_as_dtype_shape_and_bytes_and_any_buffer_will_do():
+    tensor = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    dtype, shape, data = serialize_single_tensor(tensor)
+    assert (dtype, shape, data.nbytes) == ("bfloat16", (1, 2), 4)
+    for buffer in (bytes(data), bytearray(data), memoryview(bytes(data)), data):
+        back = deserialize_single_tensor((dtype, list(shape), buffer))
+        assert torch.equal(back, tensor)
+        back.zero_()
+    assert tensor.tolist() == [[0, 0]]  # writable buffers are taken as they are
+    nested = tu.nested_tensor_from_tensor_list([torch.ones(1), torch.ones(2)])
+    assert [len(row) for row in deserialize_single_tensor(serialize_single_tensor(nested)).unbind()] == [1, 2]
+    for wrong in (("float32", (1, 2), data), ("nonsense", (1, 2), data), ("Tensor", (1, 2), data)):
+        with pytest.raises(BatchMismatchError, match="4 bytes are no tensor of shape"):
+            deserialize_single_tensor(wrong)

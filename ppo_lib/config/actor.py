@@ -110,7 +110,8 @@ class ActorConfig(ConfigModel):
     use_torch_compile: bool = False
     """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""
     recompute_old_log_probs: Literal["always", "auto"] = "always"
-    """`auto` skips the pass before the update when one optimizer step follows a rollout, where it changes nothing."""
+    """`auto` skips the pass before the update when one optimizer step follows a rollout, where it changes nothing
+    (under sglang it stays: it measures how far that engine's log-probs stand from the actor's)."""
 
 
 class RefConfig(ConfigModel):

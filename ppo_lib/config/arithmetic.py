@@ -134,15 +134,15 @@ def step_arithmetic(config: PPOConfig, engine: str | None = None) -> StepArithme
         replicas=ranks // per_replica,
         actor=_update(config, config.actor_rollout_ref.actor),
         critic=_update(config, config.critic) if need_critic(config) else None,
-        old_log_probs=_old_log_probs(config),
+        old_log_probs=_old_log_probs(config, engine),
         reference=reference,
     )
 
 
-def _old_log_probs(config: PPOConfig) -> str:
+def _old_log_probs(config: PPOConfig, engine: str | None) -> str:
     if config.algorithm.rollout_correction.bypass_mode:
         return "those of the rollout"
-    return "computed before the update" if need_old_log_probs(config) else "those of the update itself"
+    return "computed before the update" if need_old_log_probs(config, engine) else "those of the update itself"
 
 
 def _update(config: PPOConfig, model: ActorConfig | CriticConfig) -> UpdateArithmetic:

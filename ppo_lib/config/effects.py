@@ -39,6 +39,8 @@ SGLANG_KEYS = tuple(
     )
 )
 """Keys that only the sglang engine reads."""
+_GPU_KEYS = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.enforce_eager")
+"""Of those, what it reads on a GPU."""
 
 Row = tuple[str, bool, str]
 """A key (or, with a dot at its end, a section), whether it is without effect here, and why."""
@@ -64,14 +66,16 @@ def notices_on(config: PPOConfig, typed: Mapping[Path, Any]) -> list[str]:
     return notices
 
 
-def engine_notices(config: PPOConfig, engine: str) -> list[str]:
-    """One line if `rollout.name: auto` came to an engine that does not read what is set for sglang."""
-    if config.actor_rollout_ref.rollout.name != "auto" or engine == "sglang":
-        return []
+def engine_notices(config: PPOConfig, engine: str, device: str) -> list[str]:
+    """One line if the engine that `rollout.name` came to does not read, on this device, what is set for it."""
+    name = config.actor_rollout_ref.rollout.name
+    if engine == "sglang":
+        watched, why = (_GPU_KEYS if device == "cpu" else ()), "sglang runs on the CPU here"
+    else:
+        watched, why = (SGLANG_KEYS if name == "auto" else ()), f"rollout.name is auto, which is {engine} here"
     fields = {dotted(path): (path, field) for path, field in fields_of(type(config)).items()}
-    keys = [key for key in SGLANG_KEYS if _value(config, fields[key][0]) != fields[key][1].get_default()]
-    verb = "has" if len(keys) == 1 else "have"
-    return [f"{', '.join(keys)} {verb} no effect: rollout.name is auto, which is {engine} here"] if keys else []
+    keys = [key for key in watched if _value(config, fields[key][0]) != fields[key][1].get_default()]
+    return [f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {why}"] if keys else []
 
 
 def _value(config: PPOConfig, path: Path) -> Any:

@@ -59,21 +59,24 @@ def weighs_in_update(loss_mode: str, correction: RolloutCorrectionConfig) -> boo
     return correction.bypass_mode and correction.rollout_is is not None and loss_mode == "reinforce"
 
 
-def need_old_log_probs(config: PPOConfig) -> bool:
+def need_old_log_probs(config: PPOConfig, engine: str | None = None) -> bool:
     """Whether the actor's log-probs are computed before the update.
 
     With `recompute_old_log_probs: auto` and exactly one optimizer step after each rollout, the actor that updates is
     the actor that would be measured, so the pass is left out, unless something else reads its result: the KL in the
     reward, rollout correction, the advantage estimator, or (since nobody knows what that reads) an estimator of the
-    user's own. In bypass mode the rollout's log-probs stand in for them.
+    user's own. Under sglang it stays, because only it shows how far that engine's log-probs stand from the actor's. In
+    bypass mode the rollout's log-probs stand in for them. `engine` is what `rollout.name: auto` came to.
     """
     if config.algorithm.rollout_correction.bypass_mode:
         return False
     actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
+    rollout = config.actor_rollout_ref.rollout
     one_step = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
     return (
         actor.recompute_old_log_probs == "always"
         or not one_step
+        or ((engine or rollout.name) == "sglang" and rollout.calculate_log_probs)
         or config.algorithm.use_kl_in_reward
         or corrects_rollouts(config)
         or need_sum_pi_squared(config)

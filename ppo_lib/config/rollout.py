@@ -79,8 +79,11 @@ class RolloutConfig(ConfigModel):
     """Prompt width in tokens."""
     response_length: Positive = follow("${data.max_response_length}", 512)
     """Most tokens of a response."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the replicas' weights (float32 where a CPU lacks bfloat16 arithmetic)."""
+    dtype: Literal["bfloat16", "bf16", "float32", "fp32"] = follow(
+        "${actor_rollout_ref.actor.fsdp_config.dtype}", "bfloat16"
+    )
+    """Type of the replicas' weights (float32 where a CPU lacks bfloat16 arithmetic); null is what the actor computes
+    in."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token, to compare with the actor's."""
     max_num_seqs: Positive = 256

@@ -184,7 +184,7 @@ def _engine(config: PPOConfig, device: str) -> str:
     engine = resolve_engine_name(rollout.name, device)
     if engine == "sglang":
         check_rollout(rollout, device)
-    for line in engine_notices(config, engine):
+    for line in engine_notices(config, engine, device):
         logger.warning(line)
     return engine
 

@@ -133,7 +133,7 @@ class RayPPOTrainer(PPOStages):
         self._check_before_workers(own_reward=reward_fn is not None, own_val_reward=bool(val_reward_fn or reward_fn))
 
         bypass = self.config.algorithm.rollout_correction.bypass_mode
-        self.use_old_log_probs = bypass or need_old_log_probs(self.config)
+        self.use_old_log_probs = bypass or need_old_log_probs(self.config, self.rollout_name)
         self.use_critic = need_critic(self.config)
         self.use_reference_policy = need_reference_policy(self.config)
         self.role_worker_mapping = role_worker_mapping or default_role_worker_mapping(self.config)

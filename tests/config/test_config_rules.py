@@ -7,6 +7,7 @@ import re
 import pytest
 
 from ppo_lib.config import load_config, need_critic, need_old_log_probs, need_reference_policy, step_arithmetic
+from ppo_lib.config.effects import engine_notices
 from ppo_lib.errors import ConfigError
 
 # 16 prompts x 2 rollouts on 4 ranks, mini-batches of 8 prompts: small numbers that fit
@@ -186,6 +187,8 @@ def test_what_a_run_needs():
 def test_old_log_probs_are_left_out_only_where_they_change_nothing():
     auto, one = f"{ACTOR}.recompute_old_log_probs=auto", f"{ACTOR}.ppo_mini_batch_size=16"
     assert not need_old_log_probs(load_with(auto, one))
+    assert need_old_log_probs(load_with(auto, one, f"{ROLLOUT}.name=sglang"))
+    assert need_old_log_probs(load_with(auto, one), engine="sglang")
     assert need_old_log_probs(load_with(one))
     assert need_old_log_probs(load_with(auto))
     assert need_old_log_probs(load_with(auto, one, f"{ACTOR}.ppo_epochs=2"))
@@ -262,6 +265,11 @@ def test_a_key_with_effect_or_with_its_default_gets_none():
     assert load_with(f"{ACTOR}.policy_loss.loss_mode=dro", f"{ACTOR}.policy_loss.dro_beta=0.1").notices == ()
     assert load_with(f"{ACTOR}.policy_loss.loss_mode=os.path:join", f"{ACTOR}.tau_pos=2").notices == ()
     assert load_with(f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.gpu_memory_utilization=0.4").notices == ()
+    config = load_with(f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.gpu_memory_utilization=0.4")
+    assert engine_notices(config, "sglang", "cuda") == []
+    assert engine_notices(config, "sglang", "cpu") == [
+        f"{ROLLOUT}.gpu_memory_utilization has no effect: sglang runs on the CPU here"
+    ]
 
 
 def test_notices_are_logged(caplog):

@@ -141,8 +141,8 @@ def test_an_unknown_engine_argument_is_told_with_near_names_before_anything_star
         settings = {"name": "sglang", f"engine_kwargs.sglang.{name}": 1}
         config = ppo_config(
             model_dirs["llama"],
-            "data.train_batch_size=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "data.train_batch_size=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
             "data.train_files=builtin:repeat-digit",
             "data.val_files=builtin:repeat-digit",
             **settings,

@@ -84,7 +84,10 @@ def _check(model: Any, order: dict[str, Any]) -> dict[str, Any]:
 def _words(tensor: torch.Tensor) -> int:
     """The sum of a tensor's bit patterns as integers."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
+    words = tensor.contiguous().view(kinds[tensor.element_size()])
+    if words.is_cuda:
+        return int(words.sum(dtype=torch.int64))
+    return int(np.add.reduce(words.numpy().reshape(-1), dtype=np.int64))  # torch sums this seven times slower
 
 
 def _rank() -> int:

@@ -110,8 +110,7 @@ class ActorConfig(ConfigModel):
     use_torch_compile: bool = False
     """On CUDA, compile the feed-forward and norm layers of each block; a CPU gets one notice."""
     recompute_old_log_probs: Literal["always", "auto"] = "always"
-    """`auto` skips the pass before the update when one optimizer step follows a rollout, where it changes nothing
-    (under sglang it stays: it measures how far that engine's log-probs stand from the actor's)."""
+    """`auto` skips the pass before the update where it tells nothing: one optimizer step a rollout, and hf rollouts."""
 
 
 class RefConfig(ConfigModel):

@@ -82,8 +82,7 @@ class RolloutConfig(ConfigModel):
     dtype: Literal["bfloat16", "bf16", "float32", "fp32"] = follow(
         "${actor_rollout_ref.actor.fsdp_config.dtype}", "bfloat16"
     )
-    """Type of the replicas' weights (float32 where a CPU lacks bfloat16 arithmetic); null is what the actor computes
-    in."""
+    """Type of the replicas' weights (float32 where a CPU lacks bfloat16 arithmetic); null is the actor's."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token, to compare with the actor's."""
     max_num_seqs: Positive = 256

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from rollout_testing import gen_batch_of, prompts_of, rollout_config
+from rollout_testing import gen_batch_of, ppo_config, prompts_of, rollout_config
 from sglang_testing import Parts, child, signal_while_it_generates
 
 from ppo_lib.errors import ConfigError, RolloutError, WorkerDiedError
@@ -132,8 +132,6 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(model_dirs, no_
 
 
 def test_an_unknown_engine_argument_is_told_with_near_names_before_anything_starts(model_dirs):
-    from rollout_testing import ppo_config
-
     for name, message in {
         "mem_fraction_statics": "has no engine argument 'mem_fraction_statics'; did you mean mem_fraction_static",
         "tp_size": "tp_size cannot be set: ppo_lib sets it itself",
@@ -141,8 +139,9 @@ def test_an_unknown_engine_argument_is_told_with_near_names_before_anything_star
         settings = {"name": "sglang", f"engine_kwargs.sglang.{name}": 1}
         config = ppo_config(
             model_dirs["llama"],
-            "data.train_batch_size=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "trainer.n_gpus_per_node=1",
             "data.train_files=builtin:repeat-digit",
             "data.val_files=builtin:repeat-digit",
             **settings,

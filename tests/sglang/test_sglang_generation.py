@@ -121,6 +121,13 @@ def test_weights_older_than_asked_for_are_refused(shared_engine: Engines):
         run(generate_all(shared_engine("llama"), requests_of(PROMPTS[:1]), min_weight_version=3))
 
 
+def test_flushing_the_prefix_cache_changes_no_answer(shared_engine: Engines):
+    engine = shared_engine("llama")
+    first = generate(engine, temperature=0.0, max_tokens=8)
+    run(engine.flush())
+    assert [o.token_ids for o in generate(engine, temperature=0.0, max_tokens=8)] == [o.token_ids for o in first]
+
+
 def test_abort_returns_what_there_is(shared_engine: Engines):
     engine = shared_engine("llama")
     requests = requests_of(prompts_of([3, 4, 5]), max_tokens=90, ignore_eos=True)

@@ -156,6 +156,9 @@ def test_the_trainer_runs_on_it_with_the_actors_log_probs_and_versions_that_coun
     def note(stage: str, batch: DataProto, metrics: dict) -> None:
         if stage == "gen":
             versions.append(batch.batch["weight_version_min"].unique().tolist())
+            for response, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool(), strict=True):
+                text = trainer.tokenizer.decode(response[mask])
+                assert "9" not in text[:-1]  # the stop string ends the response and stays in it
 
     trainer = RayPPOTrainer(load_config(overrides=overrides))
     try:

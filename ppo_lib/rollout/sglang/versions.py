@@ -93,7 +93,8 @@ def _fields(tree: ast.Module) -> Iterable[str]:
         if isinstance(node, ast.ClassDef):
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    yield item.target.id
+                    if not item.target.id.startswith("_"):
+                        yield item.target.id
 
 
 def _numbers(version: str) -> tuple[int, ...]:

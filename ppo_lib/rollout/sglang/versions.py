@@ -90,11 +90,10 @@ def selects_runners(request_class: Any) -> bool:
 
 def _fields(tree: ast.Module) -> Iterable[str]:
     for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    if not item.target.id.startswith("_"):
-                        yield item.target.id
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            name = item.target.id if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) else "_"
+            if not name.startswith("_"):
+                yield name
 
 
 def _numbers(version: str) -> tuple[int, ...]:

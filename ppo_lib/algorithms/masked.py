@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ppo_lib.algorithms.row_blocks import to_float32, whiten
 from ppo_lib.errors import BatchMismatchError
 
 LOG_RATIO_CLAMP = 20.0
@@ -45,15 +46,14 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """`(x - mean) / sqrt(var + 1e-8)` over the kept entries, with the unbiased variance; 0 elsewhere.
 
-    Equal entries, or a single one, whiten to exactly 0: Welford's recurrence finds their mean without a rounding error
-    for the division to blow up.
+    Equal entries, or a single one, whiten to exactly 0.
+
+    Args:
+        values: (B, R) float32.
+        mask: (B, R) bool, int or float.
     """
     kept = mask.bool()
-    chosen = values.masked_select(kept)
-    if len(chosen) < 2:
-        return torch.zeros_like(values)
-    variance, mean = torch.var_mean(chosen)
-    return ((values - mean) * (variance + 1e-8).rsqrt()).masked_fill(~kept, 0)
+    return to_float32(whiten(torch.where(kept, values, 0), kept))
 
 
 def log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor | None = None) -> Tensor:

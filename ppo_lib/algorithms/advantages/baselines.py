@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.advantages.discount import discounted_sum_to_go
-from ppo_lib.algorithms.advantages.groups import Groups, to_tokens
+from ppo_lib.algorithms.advantages.discount import DiscountedSum, PolicyTokens, scan_rows
+from ppo_lib.algorithms.advantages.groups import Groups
 from ppo_lib.algorithms.masked import check_same_shape
+from ppo_lib.algorithms.row_blocks import to_float32, to_tokens
 from ppo_lib.errors import BatchMismatchError
 
 
@@ -56,7 +57,7 @@ def compute_opo_advantage(
         The advantages (B, R) float32, twice. For the edges see `advantages`.
     """
     groups = Groups.of(token_level_rewards, response_mask, index)
-    lengths, centred = groups.lengths.double(), groups.centred(groups.scores)
+    lengths, centred = groups.lengths, groups.centred(groups.scores)
     advantage = centred - groups.sum(lengths * centred) / groups.sum(lengths).clamp(min=1)
     advantages = to_tokens(torch.where(groups.tell_apart(centred), advantage, 0), response_mask)
     return advantages, advantages
@@ -111,6 +112,11 @@ def compute_remax_advantage(
             f"reward_baselines must have one entry for each of {len(response_mask)} rows, "
             f"got {tuple(reward_baselines.shape)}"
         )
-    kept = response_mask.bool()
-    to_go = discounted_sum_to_go(torch.where(kept, token_level_rewards.float(), 0), 1.0)
-    return torch.where(kept, to_go - reward_baselines.float()[:, None], 0), torch.where(kept, to_go, 0)
+
+    def block(tokens: PolicyTokens, rows: slice, scan: DiscountedSum) -> tuple[Tensor, Tensor]:
+        returns = scan(tokens.pack(token_level_rewards[rows]))
+        baselines = torch.where(tokens.kept.any(dim=1), reward_baselines[rows].to(returns.dtype), 0)
+        return returns - baselines[:, None], returns
+
+    advantages, returns = scan_rows(response_mask, 1.0, block)
+    return to_float32(advantages), to_float32(returns)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ppo_lib.algorithms.advantages.discount import PolicyTokens, discounted_sum_to_go
-from ppo_lib.algorithms.masked import check_same_shape, masked_whiten
+from ppo_lib.algorithms.advantages.discount import DiscountedSum, PolicyTokens, scan_rows
+from ppo_lib.algorithms.masked import check_same_shape
+from ppo_lib.algorithms.row_blocks import to_float32, whiten
 
 
 def compute_gae_advantage_return(
@@ -37,10 +38,12 @@ def compute_gae_advantage_return(
         Advantages, whitened, and returns, both (B, R) float32. For rows without a policy token see `advantages`.
     """
     check_same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
-    tokens = PolicyTokens(response_mask)
-    deltas, values = tokens.pack(token_level_rewards.float()), tokens.pack(values.float())
-    deltas[:, :-1] += gamma * values[:, 1:]
-    deltas -= values
-    advantages = discounted_sum_to_go(deltas, gamma * lam)
-    returns = advantages + values
-    return masked_whiten(tokens.unpack(advantages), tokens.kept), tokens.unpack(returns)
+
+    def block(tokens: PolicyTokens, rows: slice, scan: DiscountedSum) -> tuple[Tensor, Tensor]:
+        packed_values, deltas = tokens.pack(values[rows]), tokens.pack(token_level_rewards[rows])
+        deltas[:, :-1].add_(packed_values[:, 1:], alpha=gamma)
+        advantages = scan(deltas.sub_(packed_values))
+        return advantages, advantages + packed_values
+
+    advantages, returns = scan_rows(response_mask, gamma * lam, block)
+    return to_float32(whiten(advantages, response_mask, out=advantages)), to_float32(returns)

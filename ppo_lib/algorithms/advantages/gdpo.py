@@ -52,5 +52,5 @@ def compute_gdpo_advantage(
         )
     centred = groups.centred(components)
     advantage = (centred / (groups.std(centred) + epsilon)) @ components.new_tensor(weights)
-    advantages = whiten_over_tokens(advantage, groups.tell_apart(centred), response_mask)
+    advantages = whiten_over_tokens(groups, advantage, groups.tell_apart(centred), response_mask)
     return advantages, advantages

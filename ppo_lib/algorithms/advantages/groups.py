@@ -12,20 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.masked import check_same_shape, masked_sum
+from ppo_lib.algorithms.masked import check_same_shape
+from ppo_lib.algorithms.row_blocks import row_sums
 from ppo_lib.errors import BatchMismatchError
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Outcomes of rows and the groups they are compared in; all (B,), outcomes in float64.
+    """Outcomes of rows and the groups they are compared in; all (B,), in float64.
 
     In float64 the sum of equal float32 outcomes is exact, so a group of equal outcomes has deviation exactly 0.
     """
 
     scores: Tensor
-    group: Tensor  # int64, numbered by first appearance
-    lengths: Tensor  # int64, policy tokens; rows with none are in no statistic
+    group: Tensor  # int64 though, numbered by first appearance
+    lengths: Tensor  # policy tokens; rows with none are in no statistic
 
     @classmethod
     def of(cls, token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Any]) -> Groups:
@@ -38,12 +39,8 @@ class Groups:
         group = [numbers.setdefault(key, len(numbers)) for key in keys]
         if len(keys) > 0 and len(numbers) == len(keys):
             warnings.warn("every prompt has one rollout: there is nothing to compare, advantages are 0", stacklevel=3)
-        kept = response_mask.bool()
-        return cls(
-            scores=masked_sum(token_level_rewards, kept, dim=1).double(),
-            group=torch.tensor(group, dtype=torch.int64, device=kept.device),
-            lengths=kept.count_nonzero(dim=1),
-        )
+        scores, lengths = row_sums(token_level_rewards, response_mask)
+        return cls(scores, torch.tensor(group, dtype=torch.int64, device=response_mask.device), lengths)
 
     @property
     def counted(self) -> Tensor:
@@ -83,11 +80,6 @@ class Groups:
         if differing.dim() > 1:
             differing = differing.any(dim=1)
         return self.counted & (self.size > 1) & differing
-
-
-def to_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
-    """Give each policy token its row's advantage, (B,) -> (B, R) float32; 0 off the mask."""
-    return torch.where(response_mask.bool(), advantage.float()[:, None], 0)
 
 
 def _like(per_row: Tensor, values: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.advantages.groups import Groups, to_tokens
+from ppo_lib.algorithms.advantages.groups import Groups
+from ppo_lib.algorithms.row_blocks import to_tokens
 
 
 def compute_grpo_advantage(

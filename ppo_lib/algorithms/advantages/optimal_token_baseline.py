@@ -11,6 +11,7 @@ from torch import Tensor
 from ppo_lib.algorithms.advantages.discount import PolicyTokens, discounted_sum_to_go
 from ppo_lib.algorithms.advantages.groups import Groups
 from ppo_lib.algorithms.masked import check_same_shape
+from ppo_lib.algorithms.row_blocks import to_float32
 
 
 def compute_optimal_token_baseline_advantage(
@@ -41,12 +42,12 @@ def compute_optimal_token_baseline_advantage(
     Returns:
         Advantages and returns, both (B, R) float32. For the edges see `advantages`.
     """
-    groups = Groups.of(token_level_rewards, response_mask, index)
-    energy = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     kept = response_mask.bool()
-    returns = discounted_sum_to_go(torch.where(kept, token_level_rewards.float(), 0), 1.0)
+    groups = Groups.of(token_level_rewards, response_mask, index)
+    weights = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights).cumsum(dim=1)
+    returns = discounted_sum_to_go(torch.where(kept, token_level_rewards.double(), 0), 1.0)
     returns = torch.where(kept, returns, 0)
-    return _minus_baseline(groups, returns, energy.cumsum(dim=1), kept), returns
+    return to_float32(_minus_baseline(groups, returns, weights, kept)), to_float32(returns)
 
 
 def compute_tir_optimal_token_baseline_advantage(
@@ -65,13 +66,13 @@ def compute_tir_optimal_token_baseline_advantage(
 
     Args, returns and edges are those of `compute_optimal_token_baseline_advantage`.
     """
-    groups = Groups.of(token_level_rewards, response_mask, index)
-    tokens = PolicyTokens(response_mask)
-    energy = tokens.pack(_energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights))
-    returns = discounted_sum_to_go(tokens.pack(token_level_rewards.float()), 1.0)
+    groups, tokens = Groups.of(token_level_rewards, response_mask, index), PolicyTokens(response_mask.ne(0).double())
+    energy = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    weights = tokens.pack(energy).cumsum(dim=1)
+    returns = discounted_sum_to_go(tokens.pack(token_level_rewards), 1.0)
     there = torch.arange(returns.shape[1], device=returns.device) < groups.lengths[:, None]
-    advantages = _minus_baseline(groups, returns, energy.cumsum(dim=1), there)
-    return tokens.unpack(advantages), tokens.unpack(returns)
+    advantages = _minus_baseline(groups, returns, weights, there)
+    return to_float32(tokens.unpack(advantages)), to_float32(tokens.unpack(returns))
 
 
 def _energy(
@@ -87,7 +88,7 @@ def _energy(
 
 
 def _minus_baseline(groups: Groups, returns: Tensor, weights: Tensor, there: Tensor) -> Tensor:
-    """Returns minus their weighted mean over the siblings that are `there`, all (B, R); 0 where that is not.
+    """Returns minus their weighted mean over the siblings that are `there`, all (B, R) in float64; 0 where it is not.
 
     Where all weights are 0 (the policy had no choice up to here) every sibling weighs the same.
     """
@@ -97,4 +98,4 @@ def _minus_baseline(groups: Groups, returns: Tensor, weights: Tensor, there: Ten
     baseline = groups.sum(weights * returns) / groups.sum(weights).clamp(min=torch.finfo(torch.float64).tiny)
     advantages = returns - torch.where(together > 1, baseline, 0)
     differ = groups.tell_apart(groups.centred(groups.scores))
-    return torch.where(differ[:, None] & there, advantages, 0).float()
+    return torch.where(differ[:, None] & there, advantages, 0)

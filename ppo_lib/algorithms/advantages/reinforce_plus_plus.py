@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.advantages.discount import PolicyTokens, discounted_sum_to_go
-from ppo_lib.algorithms.advantages.groups import Groups, to_tokens
-from ppo_lib.algorithms.masked import check_same_shape, masked_whiten
+from ppo_lib.algorithms.advantages.discount import DiscountedSum, PolicyTokens, scan_rows
+from ppo_lib.algorithms.advantages.groups import Groups
+from ppo_lib.algorithms.masked import check_same_shape
+from ppo_lib.algorithms.row_blocks import to_float32, to_tokens, whiten
 
 
 def compute_reinforce_plus_plus_advantage(
@@ -32,9 +33,12 @@ def compute_reinforce_plus_plus_advantage(
         Advantages, whitened, and returns, both (B, R) float32. For the edges see `advantages`.
     """
     check_same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
-    tokens = PolicyTokens(response_mask)
-    returns = tokens.unpack(discounted_sum_to_go(tokens.pack(token_level_rewards.float()), gamma))
-    return masked_whiten(returns, tokens.kept), returns
+
+    def block(tokens: PolicyTokens, rows: slice, scan: DiscountedSum) -> tuple[Tensor]:
+        return (scan(tokens.pack(token_level_rewards[rows])),)
+
+    (returns,) = scan_rows(response_mask, gamma, block)
+    return to_float32(whiten(returns, response_mask)), to_float32(returns)
 
 
 def compute_reinforce_plus_plus_baseline_advantage(
@@ -57,14 +61,17 @@ def compute_reinforce_plus_plus_baseline_advantage(
     """
     groups = Groups.of(token_level_rewards, response_mask, index)
     centred = groups.centred(groups.scores)
-    advantages = whiten_over_tokens(centred, groups.tell_apart(centred), response_mask)
+    advantages = whiten_over_tokens(groups, centred, groups.tell_apart(centred), response_mask)
     return advantages, advantages
 
 
-def whiten_over_tokens(advantage: Tensor, differ: Tensor, response_mask: Tensor) -> Tensor:
+def whiten_over_tokens(groups: Groups, advantage: Tensor, differ: Tensor, response_mask: Tensor) -> Tensor:
     """Whiten advantages of rows (B,) over all policy tokens of the batch -> (B, R); 0 in rows that do not `differ`.
 
     The mean and deviation count the tokens of all rows, those of equal outcomes with their 0.
     """
-    whitened = masked_whiten(to_tokens(advantage, response_mask), response_mask)
-    return torch.where(differ[:, None], whitened, 0)
+    advantage = torch.where(groups.counted, advantage, 0)
+    count = groups.lengths.sum().clamp(min=2)
+    advantage = advantage - (groups.lengths * advantage).sum() / count
+    variance = (groups.lengths * advantage.square()).sum() / (count - 1)
+    return to_tokens(torch.where(differ, advantage * (variance + 1e-8).rsqrt(), 0), response_mask)

@@ -30,12 +30,12 @@ GAMMA, LAM = 0.99, 0.95
 
 def main() -> None:
     """Print all tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Advantages, balancing and validation statistics against plain code")
     parser.add_argument("--quick", action="store_true", help="small inputs, for a look")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    advantages(*((256, 256) if quick else (4096, 2048)), rounds=2 if quick else 5)
-    balancing(512 if quick else 4096, rounds=1 if quick else 3)
+    advantages(*((256, 256) if quick else (4096, 2048)), rounds=2 if quick else 3)
+    balancing(512 if quick else 4096, rounds=1 if quick else 2)
     validation(prompts=16 if quick else 256, rollouts=8, resamples=50 if quick else 1000)
 
 

@@ -75,13 +75,18 @@ def _table(*rows: Any) -> dict[str, Any]:
     return {row.name: row for row in rows}
 
 
-def _estimator(name: str, function: str, needs: str, settings: str = "", uses: str = "", **text: str) -> AdvEstimator:
-    sets = {"needs": needs, "settings": settings, "uses": uses}
-    listed = {key: frozenset(value.split()) for key, value in sets.items()}
-    return AdvEstimator(name, f"ppo_lib.algorithms.advantages.{function}", **listed, **text)
+def _estimator(name: str, function: str, needs: str, settings: str = "", uses: str = "", **text: Any) -> AdvEstimator:
+    return AdvEstimator(
+        name,
+        f"ppo_lib.algorithms.advantages.{function}",
+        needs=frozenset(needs.split()),
+        settings=frozenset(settings.split()),
+        uses=frozenset(uses.split()),
+        **text,
+    )
 
 
-_GRPO = {
+_GRPO: dict[str, Any] = {
     "function": "grpo:compute_grpo_advantage",
     "needs": "uid",
     "settings": "norm_adv_by_std_in_grpo",
@@ -90,7 +95,7 @@ _GRPO = {
     "formula": "A = (s - mean_g s) / (std_g s + 1e-6)",
     "when": "the usual choice for outcome rewards without a critic",
 }
-_RLOO = {
+_RLOO: dict[str, Any] = {
     "function": "baselines:compute_rloo_advantage",
     "needs": "uid",
     "summary": "outcome minus the mean outcome of the other responses to the prompt",
@@ -98,9 +103,10 @@ _RLOO = {
     "formula": "A = (s - mean_g s) n / (n - 1)",
     "when": "outcome rewards where dividing by the deviation is not wanted; unbiased",
 }
-_ENERGY = {
+_ENERGY: dict[str, Any] = {
     "needs": "uid old_log_probs sum_pi_squared",
     "uses": "rollout_is_weights",
+    "paper": "the baseline of least variance: Greensmith, Bartlett and Baxter, JMLR 5, 2004",
     "formula": "A_t = R_t - sum_g W_t R_t / sum_g W_t,  W_t = sum_{j<=t} 1 - 2 pi_j + sum_v pi_v^2",
 }
 
@@ -338,7 +344,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = _table(
     ),
 )
 
-POLICY_LOSS_SETTINGS: frozenset[str] = frozenset().union(*(row.settings for row in POLICY_LOSSES.values()))
+POLICY_LOSS_SETTINGS: frozenset[str] = frozenset().union(*(row.settings or () for row in POLICY_LOSSES.values()))
 """Keys of section `actor_rollout_ref.actor` that some policy loss here reads."""
 
 LOSS_AGG_MODES: dict[str, str] = {
@@ -417,8 +423,8 @@ def check_kl_penalty(name: str) -> None:
     """
     if name in KL_FROM_LOGITS:
         raise ConfigError(
-            f"KL estimator {name!r} needs the logits of both models, and a training step only keeps the log-probs of "
-            "sampled tokens: use low_var_kl, its estimate from those"
+            f"KL estimator {name!r} sums over the vocabulary and needs the logits of policy and reference side by "
+            "side, which no pass over a batch keeps; only ppo_lib.algorithms.kl has it: use low_var_kl, or kl"
         )
     if name not in KL_PENALTIES:
         raise unknown_name("KL estimator", name, KL_PENALTIES)

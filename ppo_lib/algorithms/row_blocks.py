@@ -73,12 +73,10 @@ def whiten(values: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
         (B, R) of the dtype of `values`, or float64 where squares are beyond float32.
     """
     out = torch.empty_like(values) if out is None else out
-    shift, count, first, second = None, 0.0, 0.0, 0.0
+    shift = count = first = second = 0.0
     for block, kept in row_blocks(mask, values.dtype):
-        tokens = float(kept.sum())
-        if shift is None and tokens:
-            shift = _mean(values[block], kept)
-        if tokens:
+        if tokens := float(kept.sum()):
+            shift = shift if count else _mean(values[block], kept)
             moved = (values[block] - shift).mul_(kept)
             count, first = count + tokens, first + float(moved.sum(dim=1).double().sum())
             second += float(moved.square_().sum(dim=1).double().sum())

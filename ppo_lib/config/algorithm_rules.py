@@ -114,8 +114,3 @@ def _components(config: PPOConfig) -> Iterator[str]:
             f"algorithm.gdpo_reward_weights has {len(weights)} values for the {len(keys)} keys of"
             " algorithm.gdpo_reward_keys; give one for each, or none"
         )
-    if estimator_reads(config, "reward_components") and not keys:
-        yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} needs algorithm.gdpo_reward_keys, the columns of the"
-            " scorer's dict that it normalises one by one, such as [accuracy,format]"
-        )

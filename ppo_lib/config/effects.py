@@ -63,6 +63,11 @@ def notices_on(config: PPOConfig, typed: Mapping[Path, Any]) -> list[str]:
         notices.append(
             f"{_ROLLOUT}.n=1: {estimator.name} compares the rollouts of one prompt; set it to 2 or more (8 is usual)"
         )
+    if estimator_reads(config, "reward_components") and not config.algorithm.gdpo_reward_keys:
+        notices.append(
+            f"algorithm.gdpo_reward_keys is empty: {estimator.name} takes the score as the only reward; list the "
+            "columns of the scorer's dict that it should normalise one by one, such as [accuracy,format]"
+        )
     return notices
 
 

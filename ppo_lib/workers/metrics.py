@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 
-__all__ = ["REDUCTIONS", "Reduction", "StepMetrics", "gpu_memory_metrics"]
+from ppo_lib.algorithms.metric import REDUCTIONS, Reduction
 
-Reduction = Literal["sum", "mean", "max", "min", "last"]
-REDUCTIONS: dict[Reduction, Callable[[Sequence[float]], float]] = {
-    "sum": sum,
-    "mean": lambda values: sum(values) / len(values),
-    "max": max,
-    "min": min,
-    "last": lambda values: values[-1],
-}
+__all__ = ["StepMetrics", "gpu_memory_metrics"]
 
 
 def gpu_memory_metrics(device: torch.device) -> dict[str, float]:

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from ppo_lib.algorithms import Denominators
+from ppo_lib.algorithms.metric import Metric, Reduction
 from ppo_lib.errors import BatchMismatchError
 from ppo_lib.workers.fsdp_engine import FSDPEngine, StepReport
 from ppo_lib.workers.metrics import StepMetrics
@@ -25,14 +26,24 @@ __all__ = ["Forward", "LossFunction", "OfMiniBatch", "TrainingWorker"]
 Forward: TypeAlias = Callable[[nn.Module, PackedRows], dict[str, torch.Tensor]]
 """(root module, packed rows) -> flat (M) results for their response tokens."""
 LossFunction: TypeAlias = Callable[
-    [dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]
+    [dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators, Any], tuple[torch.Tensor, dict[str, Any]]
 ]
-"""(outputs (b, r), columns (b, r), denominators, found) -> (loss, metrics), all contributions to their mini-batch.
+"""(outputs (b, r), columns (b, r), denominators, found) -> (loss, metrics), all contributions to their mini-batch; a
+metric may also be a `Metric`, which says itself how it is reduced.
 
 `found` is what `OfMiniBatch` returned for it, and None where there is no such function or one call has it all."""
 OfMiniBatch: TypeAlias = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
 """(outputs (N,), columns (N,)) of all tokens of a mini-batch with response_mask 1, over all ranks -> what a loss has to
 know of all of it."""
+
+
+_OVER_RANKS: dict[Reduction, Any] = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "last": None,
+}
 
 
 class TrainingWorker:
@@ -120,7 +131,9 @@ class TrainingWorker:
                     contributions, report = self.train_mini_batch(
                         module, batch, plans[k], flat, forward, loss_fn, denominators, of_mini_batch
                     )
-                    metrics.add("mean", {**contributions, "grad_norm": report.grad_norm})
+                    for name, metric in contributions.items():
+                        metrics.add(metric.reduction, {name: metric.value})
+                    metrics.add("mean", {"grad_norm": report.grad_norm})
                     metrics.add("last", {"lr": report.lr})
                     metrics.add("sum", {"nonfinite_grad_steps": float(report.skipped)})
         return metrics
@@ -135,18 +148,19 @@ class TrainingWorker:
         loss_fn: LossFunction,
         denominators: Denominators,
         of_mini_batch: OfMiniBatch | None = None,
-    ) -> tuple[dict[str, float], StepReport]:
+    ) -> tuple[dict[str, Metric], StepReport]:
         """One optimizer step; the metrics it returns are those of the whole mini-batch, over all ranks."""
         engine, found = self.engine, None
         if of_mini_batch is not None and (len(plan) > 1 or dist.get_world_size() > 1):
             found = of_mini_batch(*self._whole_mini_batch(module, batch, plan, flat, forward))
-        total: dict[str, torch.Tensor] = {}
+        total: dict[str, Metric] = {}
         for index, rows in enumerate(plan):
             padded, given = self._micro_batch(module, batch, rows, flat, forward)
             loss, metrics = loss_fn(padded, given, denominators, found)
             engine.backward(loss, last=index == len(plan) - 1)
             for name, value in metrics.items():
-                total[name] = total[name] + value.detach() if name in total else value.detach()
+                part = Metric.of(value) if rows else Metric.of(value).of_nothing()
+                total[name] = total[name].with_part(part) if name in total else part
         return self._over_ranks(total), engine.step(apply=denominators.num_tokens > 0)
 
     def _micro_batch(
@@ -180,12 +194,18 @@ class TrainingWorker:
         whole = {name: _gathered(torch.cat([part[name] for part in parts])) for name in parts[0]}
         return {name: x for name, x in whole.items() if name not in flat}, {name: whole[name] for name in flat}
 
-    def _over_ranks(self, contributions: dict[str, torch.Tensor]) -> dict[str, float]:
-        names = sorted(contributions)
-        stacked = torch.stack([contributions[name].double() for name in names])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(stacked)
-        return dict(zip(names, stacked.tolist()))
+    def _over_ranks(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """The same over all ranks; of reduction `last` is what this rank has."""
+        result: dict[str, Metric] = {}
+        for reduction, operation in _OVER_RANKS.items():
+            names = sorted(name for name, metric in metrics.items() if metric.reduction == reduction)
+            if names:
+                like = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+                stacked = torch.stack([torch.as_tensor(metrics[name].value).to(like) for name in names])
+                if operation is not None and dist.get_world_size() > 1:
+                    dist.all_reduce(stacked, op=operation)
+                result |= {name: Metric(value, reduction) for name, value in zip(names, stacked.tolist())}
+        return result
 
     def _plan(self, groups: list[list[int]], batch: JaggedRows, size: MicroBatching) -> list[list[list[int]]]:
         """Micro-batches of each group of rows, equally many on every rank: their collectives must meet."""

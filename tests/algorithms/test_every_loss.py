@@ -13,6 +13,7 @@ from ppo_lib.algorithms import names
 from ppo_lib.algorithms.aggregate import agg_loss, denominators_of
 from ppo_lib.algorithms.kl import kl_penalty
 from ppo_lib.algorithms.loss_config import LossConfig, PolicyLossSettings
+from ppo_lib.algorithms.masked import LOG_RATIO_CLAMP
 from ppo_lib.algorithms.registry import get_of_mini_batch_fn, get_policy_loss_fn
 from ppo_lib.algorithms.value_loss import compute_value_loss
 
@@ -166,6 +167,21 @@ def test_the_gradient_is_that_of_the_loss(name, mode):
         return LOSSES[name]({**x, "new": new}, torch.arange(3), mask, mode, whole)[0]
 
     assert torch.autograd.gradcheck(loss, x["new"].requires_grad_())
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", names.POLICY_LOSSES)
+def test_one_clamp_bounds_the_log_ratio_of_every_loss(name, sign, advantage):
+    new, mask = torch.full((1, 2), -1.0 if sign > 0 else -30.0), torch.ones(1, 2)
+    losses = [
+        get_policy_loss_fn(name)(
+            new - sign * distance, new, torch.full((1, 2), advantage), mask, "token-mean", LossConfig()
+        )[0]
+        for distance in (LOG_RATIO_CLAMP, LOG_RATIO_CLAMP + 5)
+    ]
+    assert bool(losses[0].isfinite())
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", names.POLICY_LOSSES)

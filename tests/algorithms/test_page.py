@@ -21,10 +21,14 @@ def test_the_page_is_current():
 
 
 @pytest.mark.parametrize(
-    "row", [*names.ADV_ESTIMATORS.values(), *names.POLICY_LOSSES.values()], ids=lambda row: row.name
+    ("heading", "row"),
+    [("Advantage", row) for row in names.ADV_ESTIMATORS.values()]
+    + [("Policy", row) for row in names.POLICY_LOSSES.values()],
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_every_algorithm_is_told_with_formula_paper_and_use(row):
-    entry = next(part for part in GENERATOR.page().split("\n### ") if f"`{row.name}`" in part.partition("\n")[0])
+def test_every_algorithm_is_told_with_formula_paper_and_use(heading, row):
+    section = GENERATOR.page().partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    entry = next(part for part in section.split("\n### ") if f"`{row.name}`" in part.partition("\n")[0])
     for text in (row.formula, row.paper, row.when):
         assert text
         assert text in entry

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +56,26 @@ def test_random_lengths_end_within_one_token(parts, equal_size):
     draw = random.Random(0)
     lengths = [draw.randint(1, 2048) for _ in range(4096)]
     assert spread(lengths, balanced_partitions(lengths, parts, equal_size)) <= 1
+
+
+@pytest.mark.parametrize("equal_size", [True, False])
+@pytest.mark.parametrize("parts", [8, 64])
+@pytest.mark.parametrize("shape", ["long tail", "two lengths"])
+def test_lengths_as_they_come_end_within_one_token(shape, parts, equal_size):
+    draw = random.Random(1)
+    if shape == "long tail":
+        lengths = [min(max(int(draw.lognormvariate(6.5, 0.8)), 16), 16384) for _ in range(4096)]
+    else:
+        lengths = [draw.choice((100, 2000)) + draw.randint(0, 100) for _ in range(4096)]
+    assert spread(lengths, balanced_partitions(lengths, parts, equal_size)) <= 1
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
+def test_a_tensor_is_split_like_a_list_and_indices_are_plain_numbers(kind):
+    lengths = [9, 2, 7, 4, 4, 6]
+    partitions = balanced_partitions(kind(lengths), 2, equal_size=True)
+    assert partitions == balanced_partitions(lengths, 2, equal_size=True)
+    assert {type(index) for part in partitions for index in part} == {int}
 
 
 def test_free_sizes_level_what_equal_sizes_cannot():

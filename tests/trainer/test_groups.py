@@ -283,7 +283,6 @@ def test_a_component_that_the_scorer_does_not_report_is_named(tmp_path, closing)
             ],
             "set metric=seq_reward",
         ),
-        (["algorithm.adv_estimator=gdpo"], r"needs algorithm.gdpo_reward_keys"),
         (
             [
                 "algorithm.adv_estimator=gdpo",
@@ -302,6 +301,13 @@ def test_a_component_that_the_scorer_does_not_report_is_named(tmp_path, closing)
 def test_what_cannot_work_is_told_at_load(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load_config(overrides=overrides)
+
+
+def test_gdpo_without_columns_is_told_that_it_has_one_reward():
+    assert any(
+        "gdpo_reward_keys is empty" in line for line in load_config(overrides=["algorithm.adv_estimator=gdpo"]).notices
+    )
+    assert not any("gdpo" in line for line in load_config(overrides=["algorithm.adv_estimator=grpo"]).notices)
 
 
 def test_filter_settings_without_the_filter_are_told_to_have_no_effect():

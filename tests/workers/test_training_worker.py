@@ -7,6 +7,8 @@ import torch
 from workers_ranks import train_both, train_in_mixed_precision, uneven, with_old
 from workers_testing import PROMPT_WIDTH, Gradients, config, new_actor, padded_batch, run_ranks, worker_batch
 
+from ppo_lib.algorithms import agg_loss
+from ppo_lib.algorithms.metric import Metric
 from ppo_lib.algorithms.names import POLICY_LOSSES
 from ppo_lib.errors import BatchMismatchError
 from protocol import tensordict_utils as tu
@@ -57,6 +59,41 @@ def test_no_policy_loss_depends_on_micro_batches(loss: str, tiny_model: str) -> 
     assert gradient.norm() > 0.1
     assert (other - gradient).norm() <= 1e-5 * gradient.norm()
     assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+def loss_with_metrics(old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights=None):
+    """The policy gradient, with one metric of each kind under names that say nothing, or the wrong thing."""
+    loss = agg_loss(-advantages * log_prob, response_mask, mode, config.denominators)
+    kept = log_prob.detach()[response_mask.bool()]
+    rows = torch.tensor(float(len(log_prob)))
+    kinds = {
+        "minimal_rows": Metric(rows, "sum"),
+        "max_of_it": Metric(kept.min(), "min"),
+        "b": Metric(kept.max(), "max"),
+    }
+    return loss, {
+        **kinds,
+        "latest": Metric(rows, "last"),
+        "mini_share": agg_loss(rows.expand_as(log_prob), response_mask, "token-mean", config.denominators),
+    }
+
+
+def test_a_metric_is_reduced_as_it_declares_whatever_its_name_says(tiny_model: str) -> None:
+    cfg = config(
+        tiny_model,
+        *NO_STEP,
+        f"{ACTOR}policy_loss.loss_mode={__name__}:loss_with_metrics",
+        f"{ACTOR}ppo_micro_batch_size_per_gpu=2",
+    )
+    actor = new_actor(cfg, role="actor")
+    td = worker_batch(padded_batch(8), mini_batches=2)
+    log_probs = actor.compute_log_prob(td)["log_probs"].values()
+    kept = log_probs[td["response_mask"].values().bool()]
+    metrics = actor.update_actor(td)
+    assert metrics["actor/minimal_rows"] == 8
+    assert metrics["actor/max_of_it"] == pytest.approx(float(kept.min()), rel=1e-5)
+    assert metrics["actor/b"] == pytest.approx(float(kept.max()), rel=1e-5)
+    assert metrics["actor/latest"] == metrics["actor/mini_share"] == pytest.approx(2)
 
 
 def test_packing_under_a_token_cap_gives_the_same_update_as_fixed_rows(tiny_model: str) -> None:

@@ -27,9 +27,9 @@ def compute_optimal_token_baseline_advantage(
         R_t = r_t + R_{t+1},    w_t = 1 - 2 pi_t + sum_v pi_v^2,    W_t = w_1 + ... + w_t
         A_it = R_it - sum_{j in g} W_jt R_jt / sum_{j in g} W_jt
 
-    w_t is the squared gradient of the logits at a token of probability pi_t, so W_t is the gradient a rollout has
-    gathered so far; the sums run over the siblings that have a policy token in column t. Behind the end of its last
-    sibling a response has no baseline: there A = R.
+    (Greensmith, Bartlett, Baxter, JMLR 5, 2004, token by token). w_t is the squared gradient of the logits at a token
+    of probability pi_t, so W_t is the gradient a rollout has gathered so far; the sums run over the siblings that have
+    a policy token in column t. Behind the end of its last sibling a response has no baseline: there A = R.
 
     Args:
         token_level_rewards: (B, R) float32.

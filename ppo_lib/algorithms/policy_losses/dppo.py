@@ -78,7 +78,7 @@ def compute_policy_loss_dppo_kl(
 
 
 def _probabilities(old_log_prob: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    return tuple(x.detach().exp().clamp(max=1) for x in (tokens.log_prob, old_log_prob))
+    return tokens.log_prob.detach().exp().clamp(max=1), old_log_prob.detach().exp().clamp(max=1)
 
 
 def _within(tokens: Tokens, distance: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:

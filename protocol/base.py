@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from protocol.errors import BatchMismatchError
 from protocol.lineage import LineageEntry, current_stage
@@ -25,6 +25,11 @@ class Columns:
     lineage: tuple[LineageEntry, ...] = ()
 
     def __post_init__(self) -> None:
+        if not (self.batch is None or isinstance(self.batch, TensorDictBase)):
+            found = type(self.batch).__name__
+            raise BatchMismatchError(
+                f"batch must be a TensorDict or None, found {found}; from_dict takes tensors by name"
+            )
         size = () if self.batch is None else self.batch.batch_size
         self.non_tensor_batch = {
             k: object_column(k, column, size) for k, column in (self.non_tensor_batch or {}).items()

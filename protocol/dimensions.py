@@ -17,7 +17,7 @@ from protocol import tensordict_utils as tu
 from protocol.base import Columns
 from protocol.errors import BatchMismatchError
 from protocol.rows import Rows
-from protocol.values import object_column, require_fields, short
+from protocol.values import object_column, require_fields, short, whole_number
 
 
 class DimensionOperations(Columns):
@@ -30,8 +30,7 @@ class DimensionOperations(Columns):
         pieces of equal length. Copies tensors; shares objects that are not cut. Raises FieldMissingError for a key
         that is not there, BatchMismatchError naming field and row that cannot be cut evenly.
         """
-        if n_split < 1:
-            raise BatchMismatchError(f"rows can be cut into at least one piece, found n_split={n_split}")
+        n_split = whole_number(n_split, "n_split")
         cut = set(require_fields(split_keys or (), self.field_names(), "batch or non_tensor_batch"))
         rows = torch.arange(len(self)).repeat_interleave(n_split)
         batch = None
@@ -72,7 +71,8 @@ def fold_batch_dim(data: Rows, new_batch_size: int) -> Rows:
     The result has two batch dimensions; `unfold_batch_dim` takes the second away again.
     """
     rows = len(data)
-    if new_batch_size < 1 or rows % new_batch_size:
+    new_batch_size = whole_number(new_batch_size, "new_batch_size")
+    if rows % new_batch_size:
         raise BatchMismatchError(f"{rows} rows cannot be folded into {new_batch_size} equal groups")
     if data.batch is not None and data.batch.batch_dims != 1:
         raise BatchMismatchError(f"batch has batch size {tuple(data.batch.batch_size)} already; expected one dimension")
@@ -90,8 +90,9 @@ def unfold_batch_dim(data: Rows, batch_dims: int = 2) -> Rows:
 
     Object columns must have that many dimensions, as `fold_batch_dim` made them.
     """
-    if batch_dims < 1 or data.batch is None:
-        raise BatchMismatchError(f"cannot unfold {batch_dims} dimensions of {short(data.field_names())}: no tensors")
+    batch_dims = whole_number(batch_dims, "batch_dims")
+    if data.batch is None:
+        raise BatchMismatchError("nothing to unfold: a folded envelope has a batch, and this one has none")
     _refuse_ragged(data.batch, "unfolded")
     short_ones = [key for key, entry in tu.entries(data.batch) if entry.dim() < batch_dims]
     short_ones += [key for key, column in data.non_tensor_batch.items() if column.ndim != batch_dims]

@@ -32,9 +32,16 @@ def save(filepath: str | os.PathLike[str], state: tuple[Any, Any]) -> None:
     batch, (rest, _) = state
     buffers: dict[str, np.ndarray] = {}
     writer = _Writer(buffers)
-    structure = {"batch": writer.plain(batch, "batch"), "rest": {k: writer.plain(v, k) for k, v in rest.items()}}
+    try:
+        structure = {"batch": writer.plain(batch, "batch"), "rest": {k: writer.plain(v, k) for k, v in rest.items()}}
+    except RecursionError:
+        raise NotStorableError(
+            "a value is nested too deeply, or holds itself, and cannot be written to a file"
+        ) from None
     buffers[_STRUCTURE] = np.frombuffer(json.dumps(structure).encode(), dtype=np.uint8)
     path = Path(filepath)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} is not there; create it before saving to {path.name}")
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         safetensors.numpy.save_file(buffers, aside, metadata={"format": FORMAT})

@@ -19,6 +19,7 @@ from protocol import disk, display, wire
 from protocol import tensordict_utils as tu
 from protocol.dimensions import DimensionOperations
 from protocol.errors import BatchMismatchError, FileFormatError, PPOLibError
+from protocol.jagged import parts_of
 from protocol.lineage import LineageEntry
 from protocol.merge import MergeOperations
 from protocol.rows import RowOperations
@@ -80,6 +81,10 @@ class DataProto(RowOperations, MergeOperations, DimensionOperations):
 
         `meta_info` given here goes over what is in `tensor_dict`.
         """
+        if not isinstance(tensor_dict, TensorDictBase):
+            raise BatchMismatchError(
+                f"expected a TensorDict, found {type(tensor_dict).__name__}; from_dict takes a dict"
+            )
         td, tensors, columns, meta = tensor_dict, {}, {}, {}
         for key, entry in tu.entries(td):
             home = columns if isinstance(entry, NonTensorStack) else meta
@@ -255,6 +260,8 @@ def _tensor_batch(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> T
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise BatchMismatchError(f"field {key!r} must be a tensor, found {type(tensor).__name__}")
+        if tensor.is_nested:
+            parts_of(tensor, key)  # refuses the other layout of nested tensors
         leading = tuple(tensor.shape[:num_batch_dims])
         if len(leading) < num_batch_dims or (batch_size is not None and leading != batch_size):
             other = "" if first is None else f"; {first!r} has {tuple(tensors[first].shape)}"

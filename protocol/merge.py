@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +24,8 @@ class MergeOperations(Columns):
         What stands on both sides must be equal (NaN equals NaN, containers by value). Everything is checked before
         anything changes. Raises BatchMismatchError naming key, shapes and first differing row.
         """
+        if not isinstance(other, Columns):
+            raise BatchMismatchError(f"an envelope can be united with another, found {type(other).__name__}")
         empty = any(side.batch is None and not side.non_tensor_batch for side in (self, other))
         if len(self) != len(other) and not empty:
             raise BatchMismatchError(f"cannot unite {len(self)} rows with {len(other)}")
@@ -48,14 +50,19 @@ class MergeOperations(Columns):
         return self.record("union", added)
 
     @classmethod
-    def concat(cls, data: Sequence[Self]) -> Self:
+    def concat(cls, data: Iterable[Self]) -> Self:
         """Rows of all parts under one another, as a new envelope. Columns must be the same in all of them.
 
         Of `meta_info`, "metrics" and "timing" are collected: a key's values from every part, in order, in one list.
         Every other key must have one value in all parts that have it.
         """
+        data = list(data)
         if not data:
             raise BatchMismatchError("nothing to concatenate: the list of envelopes is empty")
+        if odd := [(number, type(part).__name__) for number, part in enumerate(data) if not isinstance(part, Columns)]:
+            raise BatchMismatchError(
+                f"part {odd[0][0]} is a {odd[0][1]}, no envelope; rows are put together by collate_fn"
+            )
         first = data[0]
         for number, part in enumerate(data):
             odd = part.tensor_keys() ^ first.tensor_keys()

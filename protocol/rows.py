@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from protocol import tensordict_utils as tu
 from protocol.base import Columns
 from protocol.errors import BatchMismatchError
-from protocol.values import short
+from protocol.values import short, whole_number
 
 Rows = TypeVar("Rows", bound="RowOperations")
 
@@ -43,15 +43,14 @@ class RowOperations(Columns):
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Every row `repeat_times` times: a a b b with `interleave`, else a b a b. Copies tensors, shares objects."""
-        if repeat_times < 1:
-            raise BatchMismatchError(f"rows can be repeated at least once, found repeat_times={repeat_times}")
+        times = whole_number(repeat_times, "repeat_times")
         rows = torch.arange(len(self))
-        rows = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        rows = rows.repeat_interleave(times) if interleave else rows.repeat(times)
         return self._taken(rows, "repeat")
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
         """Row i `repeat_times[i]` times, copies next to each other; 0 leaves it out. Copies tensors, shares objects."""
-        times = torch.as_tensor(repeat_times if len(repeat_times) else np.zeros(0, np.int64)).cpu()
+        times = torch.as_tensor(np.zeros(0, np.int64) if np.size(repeat_times) == 0 else repeat_times).cpu()
         whole = times.shape == (len(self),) and not times.is_floating_point() and times.dtype != torch.bool
         if not whole or bool((times < 0).any()):
             raise BatchMismatchError(
@@ -91,8 +90,7 @@ class RowOperations(Columns):
 
     def split(self, split_size: int) -> list[Self]:
         """Contiguous parts of `split_size` rows, the last one with what is left. They share the tensors' memory."""
-        if split_size < 1:
-            raise BatchMismatchError(f"rows can be split into parts of at least one row, found split_size={split_size}")
+        split_size = whole_number(split_size, "split_size")
         return [
             self._taken(builtins.slice(at, min(at + split_size, len(self)))) for at in range(0, len(self), split_size)
         ]
@@ -103,8 +101,7 @@ class RowOperations(Columns):
         Rows that do not divide are an error, or, where `is_padding_enabled`, made up by marked rows of zero weight at
         the end (see `pad_dataproto_to_divisor`); `unpad_dataproto` takes those off the concatenated parts.
         """
-        if chunks < 1:
-            raise BatchMismatchError(f"an envelope can be cut into at least one part, found chunks={chunks}")
+        chunks = whole_number(chunks, "chunks")
         whole = pad_dataproto_to_divisor(self, chunks)[0] if self.is_padding_enabled() else self
         size, rest = divmod(len(whole), chunks)
         if rest:
@@ -123,8 +120,8 @@ class RowOperations(Columns):
         candidates = {"first": 0, "last": len(self) - 1, "": len(self) - 1}
         if padding_candidate not in candidates:
             raise BatchMismatchError(f"padding_candidate must be 'first' or 'last', found {padding_candidate!r}")
-        if padding_size < 0 or not len(self):
-            raise BatchMismatchError(f"cannot append {padding_size} padding rows to {len(self)} rows")
+        if whole_number(padding_size, "padding_size", 0) and not len(self):
+            raise BatchMismatchError(f"cannot append {padding_size} padding rows to 0 rows: there is none to copy")
         if padding_size:
             padded = self._padded(torch.full((padding_size,), candidates[padding_candidate]))
             self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
@@ -144,15 +141,13 @@ def pad_dataproto_to_divisor(data: Rows, size_divisor: int) -> tuple[Rows, int]:
     The appended rows repeat the first ones. They carry `is_padding` True and `response_mask` 0. With nothing to append,
     `data` itself comes back.
     """
-    if size_divisor < 1:
-        raise BatchMismatchError(f"rows can be padded to a positive divisor, found {size_divisor}")
-    pad_size = -len(data) % size_divisor
+    pad_size = -len(data) % whole_number(size_divisor, "size_divisor")
     return (data._padded(torch.arange(pad_size) % len(data)), pad_size) if pad_size else (data, 0)
 
 
 def unpad_dataproto(data: Rows, pad_size: int) -> Rows:
     """Without its last `pad_size` rows, and without `is_padding` if that marks none of the rest. Shares memory."""
-    if not 0 <= pad_size <= len(data):
+    if whole_number(pad_size, "pad_size", 0) > len(data):
         raise BatchMismatchError(f"cannot take {pad_size} padding rows off {len(data)} rows")
     if pad_size == 0:
         return data

@@ -18,7 +18,7 @@ from torch import Tensor
 from protocol import jagged
 from protocol.entries import COLUMN_DTYPES, AnyTensorDict, EmptyStack, assign_non_tensor_data, entries, get
 from protocol.errors import BatchMismatchError
-from protocol.values import common_dtype, deep_equal
+from protocol.values import common_dtype, deep_equal, short, whole_number
 
 _OBJECT = np.dtype(object)
 _Joined = dict[tuple[int, ...], tuple[list[jagged.Parts], Tensor]]  # ids of offsets -> (what keeps them alive, joined)
@@ -32,7 +32,12 @@ def row_index(index: Any, rows: int) -> Tensor | slice:
     if isinstance(index, slice):
         start, stop, step = index.indices(rows)
         return slice(start, max(start, stop)) if step == 1 else torch.arange(rows)[range(start, stop, step)]
-    index = torch.as_tensor(np.asarray(index) if isinstance(index, (list, tuple)) else index).detach().cpu()
+    if not isinstance(index, (list, tuple, range, np.ndarray, Tensor, int, np.integer)):
+        raise BatchMismatchError(
+            f"rows are selected by a slice, list, array or tensor, found {short(index)}; "
+            "fields stand in data.batch and data.non_tensor_batch"
+        )
+    index = torch.as_tensor(np.asarray(index) if isinstance(index, (list, tuple, range)) else index).detach().cpu()
     if index.numel() == 0:
         index = index.long()
     if index.dim() != 1 or index.is_floating_point() or index.is_complex():
@@ -89,7 +94,7 @@ def index_select_tensor_dict(td: TensorDictBase, indices: Any) -> TensorDict:
 
 def chunk_tensordict(td: TensorDictBase, chunks: int) -> list[TensorDict]:
     """Equal contiguous parts that share the tensors' memory. Call `pad_to_divisor` first if rows do not divide."""
-    if chunks < 1 or len(td) % chunks:
+    if len(td) % whole_number(chunks, "chunks"):
         raise BatchMismatchError(f"{len(td)} rows cannot be split into {chunks} equal parts")
     size = len(td) // chunks
     return [take_rows(td, slice(part * size, (part + 1) * size)) for part in range(chunks)]
@@ -214,10 +219,10 @@ def minibatch_rows(
         raise BatchMismatchError(
             f"dataloader_kwargs may hold shuffle=True or False, found {dict(dataloader_kwargs or {})}"
         )
-    if mini_batch_size < 1 or rows % mini_batch_size:
+    if rows % whole_number(mini_batch_size, "mini_batch_size"):
         raise BatchMismatchError(f"{rows} rows cannot be cut into mini-batches of {mini_batch_size} rows")
-    if epochs < 0:
-        raise BatchMismatchError(f"rows can be gone over 0 times or more, found epochs={epochs}")
+    epochs = whole_number(epochs, "epochs", 0)
+    seed = None if seed is None else whole_number(seed, "seed", 0)
     if seed is not None and shuffle is None:
         warnings.warn(
             f"seed={seed} does nothing: rows keep their order. Pass dataloader_kwargs={{'shuffle': True}} to shuffle.",
@@ -240,9 +245,7 @@ def pad_to_divisor(td: TensorDictBase, size_divisor: int) -> tuple[TensorDictBas
     The new rows repeat the first ones, so every worker can run them; `is_padding` (B,) bool is True and `response_mask`
     is 0 on them. With nothing to append `td` itself comes back.
     """
-    if size_divisor < 1:
-        raise BatchMismatchError(f"rows can be padded to a positive divisor, found {size_divisor}")
-    pad = -len(td) % size_divisor
+    pad = -len(td) % whole_number(size_divisor, "size_divisor")
     return (append_padding(td, torch.arange(pad) % len(td)), pad) if pad else (td, 0)
 
 
@@ -264,7 +267,7 @@ def append_padding(td: TensorDictBase, copies: Tensor) -> TensorDict:
 
 def unpad(td: TensorDictBase, pad_size: int) -> TensorDictBase:
     """Drop the last `pad_size` rows, and `is_padding` if it marks none of the rest. The result shares memory."""
-    if not 0 <= pad_size <= len(td):
+    if whole_number(pad_size, "pad_size", 0) > len(td):
         raise BatchMismatchError(f"cannot take {pad_size} padding rows off {len(td)} rows")
     if pad_size == 0:
         return td

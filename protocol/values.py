@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,17 @@ def object_column(name: str, values: Any, batch_size: Sequence[int] = ()) -> np.
         f"column {name!r} must be a list or numpy array with one entry per row, found {found}. "
         "A single value for the whole batch belongs in meta_info."
     )
+
+
+def whole_number(value: Any, name: str, least: int = 1) -> int:
+    """`value` as an int. BatchMismatchError naming the argument where it is none, or below `least`."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise BatchMismatchError(f"{name}={value!r}: expected a whole number from {least} up")
+    return number
 
 
 def column_of_rows(name: str, rows: Sequence[Any]) -> np.ndarray:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from protocol import jagged
 from protocol import tensordict_utils as tu
-from protocol.errors import BatchMismatchError
+from protocol.errors import BatchMismatchError, NotStorableError
 
 VERSION = 2
 _LARGE = 1 << 24  # bytes
@@ -62,7 +62,11 @@ def deserialize_single_tensor(arr: Packed | PackedJagged | tuple[str, tuple[int,
     return _unpack(arr if isinstance(arr, (Packed, PackedJagged)) else Packed(*arr), {})
 
 
-def _pack(tensor: Tensor, memo: Memo) -> Packed | PackedJagged:
+def _pack(tensor: Tensor, memo: Memo, name: str = "a tensor") -> Packed | PackedJagged:
+    if tensor.is_meta or tensor.is_quantized or (tensor.layout is not torch.strided and not tensor.is_nested):
+        raise BatchMismatchError(
+            f"{name} is {tensor.layout}, {tensor.dtype}, on {tensor.device}; only dense and jagged travel"
+        )
     if not tensor.is_nested:
         return _pack_dense(tensor)
     values, offsets, dim = jagged.parts_of(tensor)
@@ -122,7 +126,7 @@ def serialize_tensordict(batch: TensorDictBase) -> dict[str, Any]:
         elif isinstance(entry, TensorDictBase):
             inner[key] = serialize_tensordict(entry)
         else:
-            tensors[key] = _pack(entry, memo)
+            tensors[key] = _pack(entry, memo, repr(key))
     return {
         "version": VERSION,
         "batch_size": tuple(batch.batch_size),
@@ -162,7 +166,10 @@ def encode_values(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         found |= isinstance(leaf, (Tensor, np.ndarray))
         return _pack(leaf, memo) if isinstance(leaf, Tensor) else leaf
 
-    return _mapped(values, pack, memo), found
+    try:
+        return _mapped(values, pack, memo), found
+    except RecursionError:
+        raise NotStorableError("a value is nested too deeply, or holds itself, and cannot be sent or stored") from None
 
 
 def decode_values(encoded: tuple[dict[str, Any], bool]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_two_dimensions_of_a_tensor_become_the_batch_dimension():
     data = DataProto.from_dict({"x": torch.arange(12).view(2, 3, 2)})
     assert unfold_batch_dim(data).batch["x"].tolist() == torch.arange(12).view(6, 2).tolist()
     assert unfold_batch_dim(data, 3).batch["x"].tolist() == list(range(12))
-    with pytest.raises(BatchMismatchError, match="0 dimensions"):
+    with pytest.raises(BatchMismatchError, match="batch_dims=0"):
         unfold_batch_dim(data, 0)
 
 

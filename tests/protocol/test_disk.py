@@ -188,3 +188,18 @@ def test_pickles_truncated_files_and_other_files_are_refused_and_nothing_runs(tm
         file.write_bytes(whole[:cut])
         with pytest.raises(FileFormatError, match="not a whole file"):
             DataProto.load_from_disk(file)
+
+
+def test_a_folder_that_is_not_there_and_a_value_that_holds_itself_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"the folder .*absent is not there"):
+        envelope(1).save_to_disk(tmp_path / "absent" / "data")
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(NotStorableError, match="nested too deeply"):
+        DataProto.from_dict(non_tensors={"u": [deep]}).save_to_disk(tmp_path / "data")
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(NotStorableError, match="holds itself"):
+        DataProto(meta_info={"m": endless}).save_to_disk(tmp_path / "data")
+    assert not list(tmp_path.iterdir())

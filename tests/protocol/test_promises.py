@@ -258,7 +258,7 @@ FAILURES: dict[str, tuple[Callable[[DataProto], Any], type[Exception], str]] = {
         BatchMismatchError,
         r"meta_info\['kept'\]",
     ),
-    "pad": (lambda d: pad_dataproto_to_divisor(d, 0), BatchMismatchError, "positive divisor"),
+    "pad": (lambda d: pad_dataproto_to_divisor(d, 0), BatchMismatchError, "size_divisor=0"),
     "unpad": (lambda d: unpad_dataproto(d, 5), BatchMismatchError, "5 padding rows off 4"),
     "fold": (lambda d: fold_batch_dim(dense(d), 3), BatchMismatchError, "4 rows cannot be folded into 3"),
     "fold jagged": (lambda d: fold_batch_dim(d, 2), BatchMismatchError, "'jagged' is no dense tensor"),
@@ -302,3 +302,51 @@ def test_everything_of_the_list_is_importable_from_the_package():
     """
     assert all(callable(getattr(protocol, name)) for name in names.split())
     assert all(callable(getattr(protocol.tensordict_utils, name)) for name in helpers.split())
+
+
+@pytest.mark.parametrize("value", ["2", 1.0, None, True, torch.tensor([1, 2]), -1])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("chunks", lambda d, n: d.chunk(n)),
+        ("split_size", lambda d, n: d.split(n)),
+        ("repeat_times", lambda d, n: d.repeat(n)),
+        ("padding_size", lambda d, n: d.padding(n)),
+        ("mini_batch_size", lambda d, n: d.make_iterator(n, 1)),
+        ("epochs", lambda d, n: d.make_iterator(1, n)),
+        ("n_split", lambda d, n: d.unfold_column_chunks(n)),
+        ("size_divisor", pad_dataproto_to_divisor),
+        ("pad_size", unpad_dataproto),
+        ("new_batch_size", fold_batch_dim),
+        ("batch_dims", unfold_batch_dim),
+        ("chunks", lambda d, n: protocol.tensordict_utils.chunk_tensordict(d.batch, n)),
+        ("size_divisor", lambda d, n: protocol.tensordict_utils.pad_to_divisor(d.batch, n)),
+        ("pad_size", lambda d, n: protocol.tensordict_utils.unpad(d.batch, n)),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_the_name_of_the_argument(name, call, value):
+    with pytest.raises(BatchMismatchError, match=rf"{name}=.*: expected a whole number from [01] up"):
+        call(subject(), value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda d: d["scalar"], "found 'scalar'; fields stand in data.batch"),
+        (lambda d: d[None], "found None"),
+        (lambda d: d.union({"x": 1}), "found dict"),
+        (lambda d: DataProto.concat(d), "part 0 is a DataProtoItem, no envelope; .* collate_fn"),
+        (lambda d: DataProto({"x": torch.zeros(2)}), "batch must be a TensorDict or None, found dict; from_dict"),
+        (lambda d: DataProto.from_tensordict({"x": torch.zeros(2)}), "expected a TensorDict, found dict"),
+        (lambda d: pickle.dumps(DataProto.from_dict({"s": torch.eye(2).to_sparse()})), "'s' is torch.sparse_coo"),
+        (lambda d: pickle.dumps(DataProto.from_dict({"m": torch.ones(2, device="meta")})), "'m' is .* on meta"),
+    ],
+)
+def test_what_is_no_envelope_index_or_tensor_that_travels_is_refused_by_what_it_is(call, message):
+    with pytest.raises(BatchMismatchError, match=message):
+        call(subject())
+
+
+def test_concat_takes_any_iterable():
+    data = subject()
+    assert rows_of(DataProto.concat(part for part in data.split(1))) == rows_of(data)

@@ -4,8 +4,8 @@ What it does not show: which is best. On a task that all of them learn it shows 
 to end, through generation, scoring, advantages and update, with four optimizer steps after each rollout.
 
 The task: half a million random weights over characters answer "7:" with "77777777"; the score is the share of right
-digits. Estimators run with the vanilla loss, losses with grpo. The number is the first step of the first three in a row
-whose mean score is above 0.9.
+digits. Estimators run with the vanilla loss, losses with grpo. The number is the first step whose mean score is above
+0.9.
 
     python benchmarks/learning_table.py            # everything that docs/algorithms_learning.md has no number for yet
     python benchmarks/learning_table.py gspo gae   # these again
@@ -30,7 +30,7 @@ from ppo_lib.algorithms.names import ADV_ESTIMATORS, POLICY_LOSSES
 PAGE = common.ROOT / "docs" / "algorithms_learning.md"
 RESULTS = PAGE.with_suffix(".json")
 SEEDS = (1, 2, 3)
-WANTED, IN_A_ROW, MOST_STEPS = 0.9, 3, 150
+WANTED, MOST_STEPS = 0.9, 150
 
 ACTOR = "actor_rollout_ref.actor"
 COMMON = (
@@ -64,6 +64,7 @@ COMMON = (
 # Where a method's paper has another scale, or a method needs something beside its name
 OWN: dict[str, tuple[str, ...]] = {
     "gae": (
+        "algorithm.lam=0.95",
         "critic.optim.lr=1e-3",
         "critic.optim.betas=[0.9,0.95]",
         "critic.optim.lr_warmup_steps=5",
@@ -111,7 +112,7 @@ def share_of_right_digits(data_source: str, solution_str: str, ground_truth: str
 
 
 def learn(overrides: tuple[str, ...], seed: int, most_steps: int = MOST_STEPS) -> dict[str, Any]:
-    """Train until three steps in a row are above 0.9; the scores of all steps, and what it cost."""
+    """Train until a step's mean score is above 0.9: that step, the mean of the last five, and what it cost."""
     scores: list[float] = []
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
@@ -120,14 +121,13 @@ def learn(overrides: tuple[str, ...], seed: int, most_steps: int = MOST_STEPS) -
         try:
             trainer.init_workers()
             trainer.checkpoint_manager.update_weights(0)
-            while len(scores) < most_steps and not (len(scores) >= IN_A_ROW and min(scores[-IN_A_ROW:]) > WANTED):
+            while len(scores) < most_steps and not (scores and scores[-1] > WANTED):
                 *_, (_, _, metrics) = trainer.step_through(trainer.train_dataloader.next_batch())
                 scores.append(metrics["critic/score/mean"])
         finally:
             trainer.close()
-    there = min(scores[-IN_A_ROW:]) > WANTED
     return {
-        "step": len(scores) - IN_A_ROW + 1 if there else None,
+        "step": len(scores) if scores[-1] > WANTED else None,
         "last": round(sum(scores[-5:]) / len(scores[-5:]), 3),
         "cpu_s": round(time.process_time() - began, 1),
     }
@@ -157,7 +157,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "",
         'A Llama of half a million random weights over characters learns to answer "7:" with "77777777". Estimators',
         "run with the vanilla loss, losses with grpo; four optimizer steps follow each rollout. The numbers are the",
-        f"first of three steps in a row whose mean score is above {WANTED}, on three seeds. They are no ranking: the",
+        f"first step whose mean score is above {WANTED}, on three seeds. They are no ranking: the",
         "task is too small for one, and no method was tuned. `python benchmarks/learning_table.py` writes it.",
         "",
         f"| method | {' | '.join(f'seed {seed}' for seed in SEEDS)} | CPU-seconds a run | settings of its own |",
@@ -187,10 +187,11 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="an override more; nothing is written")
     args = parser.parse_args()
     table = methods()
-    for name in args.methods or (["grpo", "cispo loss"] if args.quick else table):
-        if name not in table:
-            sys.exit(f"no method {name!r}; there are {', '.join(table)}")
-        for seed in SEEDS[:1] if args.quick else SEEDS:
+    chosen = args.methods or (["grpo", "cispo loss"] if args.quick else list(table))
+    if unknown := [name for name in chosen if name not in table]:
+        sys.exit(f"no method {unknown[0]!r}; there are {', '.join(table)}")
+    for seed in SEEDS[:1] if args.quick else SEEDS:  # one column after the other, so that failures show early
+        for name in chosen:
             if not args.methods and not args.quick and str(seed) in stored().get(name, {}):
                 continue
             result = learn((*table[name], *args.set), seed)

@@ -6,16 +6,17 @@ Works on envelopes whose rows were scored: `rm_scores` (B, R), `response_mask` (
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ppo_lib.config.algorithm_rules import SCORE_METRICS
-from ppo_lib.errors import RewardError, RolloutError
+from ppo_lib.errors import RewardError, RolloutError, TooFewGroupsError
 from protocol import DataProto
 
-__all__ = ["join_generated", "reward_column", "take_baselines", "varied_groups", "with_greedy_rows"]
+__all__ = ["join_generated", "reward_column", "take_baselines", "too_few_groups", "varied_groups", "with_greedy_rows"]
 
 
 def with_greedy_rows(rollouts: DataProto, prompts: DataProto) -> DataProto:
@@ -60,6 +61,16 @@ def _metric_values(data: DataProto, metric: str) -> list[float]:
     if metric in SCORE_METRICS:
         return data.batch["rm_scores"].sum(dim=-1).tolist()
     return reward_column(data, metric, "algorithm.filter_groups.metric")
+
+
+def too_few_groups(found: int, seen: int, wanted: int, settings: Any) -> TooFewGroupsError:
+    """The error of a step that found `found` varied groups among `seen` prompts, under section `filter_groups`."""
+    limit = f"algorithm.filter_groups.max_num_gen_batches={settings.max_num_gen_batches}"
+    advice = f"raise {limit} (0 is no limit) or rollout.n, or choose" if found else "raise rollout.n, or choose"
+    return TooFewGroupsError(
+        f"{found} of {seen} prompts have rollouts that differ in {settings.metric!r}, and a step needs {wanted}: "
+        f"{advice} prompts that the policy sometimes solves and sometimes does not"
+    )
 
 
 def reward_column(data: DataProto, name: str, asked_by: str) -> list[float]:

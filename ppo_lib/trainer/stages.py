@@ -18,7 +18,6 @@ from tensordict import TensorDict
 
 from ppo_lib.algorithms.aggregate import agg_loss, denominators_of
 from ppo_lib.config import PPOConfig, StepArithmetic, estimator_reads, need_sum_pi_squared
-from ppo_lib.errors import TooFewGroupsError
 from ppo_lib.trainer.balance import balanced_partitions, log_seqlen_unbalance
 from ppo_lib.trainer.batch_math import (
     apply_kl_penalty,
@@ -32,7 +31,7 @@ from ppo_lib.trainer.batch_math import (
     rank_major_order,
     rollout_log_probs_as_old,
 )
-from ppo_lib.trainer.groups import join_generated, take_baselines, varied_groups, with_greedy_rows
+from ppo_lib.trainer.groups import join_generated, take_baselines, too_few_groups, varied_groups, with_greedy_rows
 from ppo_lib.trainer.rollout_diff import rollout_diff_metrics
 from protocol import DataProto
 from protocol import tensordict_utils as tu
@@ -111,20 +110,16 @@ class PPOStages:
         not used, so nothing but the dataloader's place has to be kept for resuming.
 
         Raises:
-            TooFewGroupsError: `max_num_gen_batches` were not enough.
+            TooFewGroupsError: `max_num_gen_batches` were not enough, or there is none in a whole epoch of prompts.
         """
         settings, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        meta = batch.meta_info
+        meta, a_whole_epoch = batch.meta_info, len(self.train_dataloader)
         parts: list[DataProto] = []
         seen = found = 0
         while found < wanted:
             if parts:
-                if len(parts) == settings.max_num_gen_batches:
-                    raise TooFewGroupsError(
-                        f"{found} of {seen} prompts have rollouts that differ in {settings.metric!r}, and a step needs "
-                        f"{wanted}: raise algorithm.filter_groups.max_num_gen_batches={settings.max_num_gen_batches} "
-                        "(0 is no limit) or rollout.n, or choose prompts that the policy sometimes solves"
-                    )
+                if len(parts) == settings.max_num_gen_batches or (not found and len(parts) >= a_whole_epoch):
+                    raise too_few_groups(found, seen, wanted, settings)
                 more = self.train_dataloader.next_batch()
                 batch = self._load_batch(more, self.train_dataloader.epoch_of_last_batch, meta["global_steps"])
             seen += len(batch)

@@ -111,15 +111,22 @@ def test_a_resumed_run_goes_on_behind_the_last_generation_batch(tmp_path):
     assert again == whole
 
 
-def test_too_few_groups_stop_the_run_with_what_to_change(tmp_path, closing):
-    trainer = closing(
-        tmp_path,
-        *FILTERED,
-        "algorithm.filter_groups.max_num_gen_batches=2",
-        "algorithm.filter_groups.metric=never",
-        reward_fn=only_odd_digits_differ,
-    )
-    with pytest.raises(TooFewGroupsError, match=r"0 of 8 prompts .* 'never', and a step needs 4: raise .*=2"):
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["algorithm.filter_groups.max_num_gen_batches=2", "data.gen_batch_size=2", "data.shuffle=false"],
+            r"2 of 4 prompts .* 'reward', and a step needs 4: raise algorithm\.filter_groups\.max_num_gen_batches=2",
+        ),
+        (
+            ["algorithm.filter_groups.metric=never", "data.train_max_samples=8"],  # no limit but the data
+            r"0 of 8 prompts .* 'never', and a step needs 4: raise rollout\.n",
+        ),
+    ],
+)
+def test_too_few_groups_stop_the_run_with_what_to_change(tmp_path, closing, settings, said):
+    trainer = closing(tmp_path, *FILTERED, *settings, reward_fn=only_odd_digits_differ)
+    with pytest.raises(TooFewGroupsError, match=said):
         stages_of(trainer)
 
 

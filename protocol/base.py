@@ -41,6 +41,8 @@ class Columns:
         """Raise BatchMismatchError unless all fields have the same number of rows and one home each."""
         if self.batch is not None and not self.batch.batch_size:
             raise BatchMismatchError("batch has no batch dimension: its batch_size is empty")
+        if not isinstance(self.meta_info, dict):
+            raise BatchMismatchError(f"meta_info must be a dict, found {type(self.meta_info).__name__}")
         if twice := sorted(self.tensor_keys() & self.non_tensor_batch.keys()):
             raise BatchMismatchError(f"fields {twice} stand both in batch and in non_tensor_batch")
         for key, column in self.non_tensor_batch.items():

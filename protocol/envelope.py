@@ -141,7 +141,7 @@ class DataProto(RowOperations, MergeOperations, DimensionOperations):
         batch, rest = disk.load(filepath)
         try:
             return _from_wire(cls, batch, rest)
-        except (PPOLibError, AttributeError, KeyError, TypeError) as error:
+        except (PPOLibError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FileFormatError(f"{filepath} holds no whole envelope: {error}") from error
 
     def __copy__(self) -> Self:

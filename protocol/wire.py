@@ -22,6 +22,7 @@ from torch import Tensor
 from protocol import jagged
 from protocol import tensordict_utils as tu
 from protocol.errors import BatchMismatchError, NotStorableError
+from protocol.values import short
 
 VERSION = 2
 _LARGE = 1 << 24  # bytes
@@ -85,7 +86,15 @@ def _unpack(packed: Packed | PackedJagged, memo: Memo) -> Tensor:
         return _unpack_dense(packed)
     if id(packed.offsets) not in memo:
         memo[id(packed.offsets)] = (packed.offsets, _unpack_dense(packed.offsets))
-    return jagged.from_parts(_unpack_dense(packed.values), memo[id(packed.offsets)][1], packed.dim)
+    values, offsets = _unpack_dense(packed.values), memo[id(packed.offsets)][1]
+    if offsets.dim() != 1 or not 1 <= packed.dim <= values.dim() or not len(offsets):
+        raise BatchMismatchError(
+            f"offsets {tuple(offsets.shape)} and values {tuple(values.shape)} are no jagged tensor"
+        )
+    ends = offsets[0] == 0 and offsets[-1] <= values.shape[packed.dim - 1]
+    if not ends or bool((offsets.diff() < 0).any()):  # reading rows by such offsets would leave the memory
+        raise BatchMismatchError(f"{short(offsets)} are no offsets into {values.shape[packed.dim - 1]} entries")
+    return jagged.from_parts(values, offsets, packed.dim)
 
 
 def _unpack_dense(packed: Packed) -> Tensor:

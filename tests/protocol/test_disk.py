@@ -153,6 +153,13 @@ def rewritten(file: Path, change: Any) -> None:
     safetensors.numpy.save_file(arrays, file, metadata=metadata)
 
 
+def shifted(structure: Any, arrays: Any, metadata: Any) -> None:
+    """Offsets of the jagged column that point past its values."""
+    for key, array in arrays.items():
+        if array.tobytes() == np.array([0, 0, 1, 3]).tobytes():
+            arrays[key] = np.frombuffer(np.array([0, 0, 1, 10**6]).tobytes(), dtype=np.uint8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -161,6 +168,8 @@ def rewritten(file: Path, change: Any) -> None:
         (lambda s, a, m: a.update({"0": a["0"][:-1]}), "bytes are no tensor"),
         (lambda s, a, m: s.pop("batch"), "'batch'"),
         (lambda s, a, m: s["rest"].update(meta_info={"_class__": 1}), "_class__"),
+        (lambda s, a, m: s["rest"].update(meta_info={"list": [1]}), "meta_info must be a dict, found"),
+        (shifted, "are no offsets into 3 entries"),
         (lambda s, a, m: s["rest"].pop("non_tensor_batch"), "non_tensor_batch"),
         (
             lambda s, a, m: s["rest"].update(non_tensor_batch={"dict": [["u", {"objects": [[9], [None] * 9]}]]}),

@@ -141,6 +141,13 @@ def test_no_public_operation_is_without_a_promise():
         assert f".{name}(" in (Path(__file__).parent / file).read_text()
 
 
+def test_every_file_of_the_package_stays_short_enough_to_read():
+    files = Path(protocol.__file__).parent.glob("*.py")
+    assert {
+        file.name: len(file.read_text().splitlines()) for file in files if len(file.read_text().splitlines()) > 350
+    } == {}
+
+
 @everyone(changes=False)
 def test_an_operand_is_left_as_it_was(name):
     data = subject()

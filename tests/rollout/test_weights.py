@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ppo_lib.errors import RolloutError
-from ppo_lib.rollout.weights import WeightBucket, WeightReceiver, buckets
+from ppo_lib.rollout.weights import WeightBucket, WeightLedger, WeightReceiver, buckets
 
 
 class Tied(nn.Module):
@@ -143,3 +143,23 @@ def test_missing_parameters_are_counted_and_named():
     receiver.take(WeightBucket.pack([("inner.bias", torch.zeros(3))]))
     with pytest.raises(RolloutError, match=r"left out 2 of 3 parameters: embed.weight, inner.weight"):
         receiver.finish()
+
+
+def test_a_bucket_that_stays_on_its_device_holds_and_sums_up_to_the_same():
+    tensors = [("a", torch.randn(5, 3)), ("b", torch.randn(7).bfloat16()), ("c", torch.arange(40_000))]
+    host, device = WeightBucket.pack(tensors), WeightBucket.pack(tensors, torch.device("cpu"))
+    assert isinstance(device.data, torch.Tensor)
+    assert (device.entries, device.checksum) == (host.entries, host.checksum)
+    for (name, tensor), (sent_name, sent) in zip(device.unpack(), tensors, strict=True):
+        assert name == sent_name
+        assert torch.equal(tensor, sent)
+    device.data[3] ^= 1
+    with pytest.raises(RolloutError, match="arrived damaged"):
+        list(device.unpack())
+
+
+def test_a_ledger_says_which_arrivals_are_parameters_of_their_own():
+    ledger = WeightLedger(Tied())
+    taken = {name: ledger.take(name, tensor.shape) for name, tensor in ledger.targets.items()}
+    assert sum(taken.values()) == 3  # a tied weight counts once, a saved buffer not at all
+    ledger.finish()

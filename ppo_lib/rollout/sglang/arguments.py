@@ -65,11 +65,16 @@ def engine_arguments(
         tokenizer_path: Where the tokenizer lies; None starts the engine without one.
 
     Raises:
-        ConfigError: See `check_rollout`.
+        ConfigError: See `check_rollout`; or the model's configuration lies elsewhere.
     """
     rollout = config.rollout
     passed = dict(rollout.engine_kwargs.sglang)
     check_rollout(rollout, device)
+    if config.model.hf_config_path not in (None, config.model.path, model_path):
+        raise ConfigError(
+            f"actor_rollout_ref.model.hf_config_path={config.model.hf_config_path}: sglang reads the one that lies "
+            "beside the model; put it there, or use model.override_config or rollout.name=hf"
+        )
     arguments: dict[str, Any] = {
         "model_path": model_path,
         "load_format": rollout.load_format,

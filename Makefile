@@ -43,7 +43,7 @@ $(SGLANG_STAMP): $(STAMP) requirements-sglang-cpu.txt
 	@test -z "$(GPU)" || { echo "[setup] this machine has an NVIDIA GPU: pip install -e '.[sglang]' instead"; exit 1; }
 	@echo "[setup] installing SGLang for the CPU into $(VENV); about two minutes, once"
 	@$(PIP) install --no-deps $(PIP_ARGS) -r requirements-sglang-cpu.txt
-	@$(BIN)/python -m ppo_lib.sglang_cpu
+	@$(BIN)/python -c 'from ppo_lib.sglang_cpu import write_pth; print("[setup] stand-ins for the CPU:", write_pth())'
 	@touch $@
 	@echo "[setup] done"
 

@@ -2,8 +2,8 @@
 
 Two packages that SGLang imports expect CUDA builds to be there: its own compiled kernels (`sgl_kernel`), of which our
 paths on a CPU call one, and torchvision, which declares rules for two operators that only exist in builds that match
-torch's. `python -m ppo_lib.sglang_cpu`, the last step of `make setup-sglang-cpu`, writes a `.pth` file that imports
-this module in every interpreter of the environment, since with torchvision installed transformers imports it too.
+torch's. `write_pth`, the last step of `make setup-sglang-cpu`, leaves a `.pth` file that imports this module in every
+interpreter of the environment, since with torchvision installed transformers imports it too.
 
 Importing this module only registers a finder. It imports torch when, and only when, one of the two packages is asked
 for, and then does nothing where torch has CUDA or the real `sgl_kernel` is installed.
@@ -130,7 +130,5 @@ def write_pth() -> Path:
     return file
 
 
-if __name__ == "__main__":
-    print(f"[setup] stand-ins for the CPU are registered by {write_pth()}")
-elif not any(type(finder).__name__ == CpuStandIns.__name__ for finder in sys.meta_path):
+if not any(type(finder).__name__ == CpuStandIns.__name__ for finder in sys.meta_path):
     sys.meta_path.insert(0, CpuStandIns())

@@ -9,6 +9,7 @@ and in memory of its own: read-only buffers, which is what an object store gives
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -109,14 +110,15 @@ def _unpack_dense(packed: Packed) -> Tensor:
 
 
 def _own(data: np.ndarray) -> np.ndarray:
-    """A copy. New memory costs more to be given than to be filled, and two threads are given it in half the time."""
+    """A copy. New memory costs more to be given than to be filled; threads are given it, and fill it, side by side."""
     if data.nbytes < _LARGE:
         own = torch.empty(data.nbytes, dtype=torch.uint8).numpy()
         np.copyto(own, data)
         return own
     own = np.empty_like(data)  # numpy asks for huge pages
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(np.copyto, np.array_split(own, 2), np.array_split(data, 2)))
+    parts = min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(parts) as threads:
+        list(threads.map(np.copyto, np.array_split(own, parts), np.array_split(data, parts)))
     return own
 
 

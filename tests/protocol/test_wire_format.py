@@ -258,6 +258,23 @@ def test_every_kind_of_envelope_arrives(name, send):
     assert_same(send(sent), sent)
 
 
+def test_any_value_goes_through_a_tensordict_and_its_wire_format():
+    for value in any_values():
+        data = DataProto.from_dict(non_tensors={"v": [value, None]}, meta_info={"m": value})
+        for td in (data.to_tensordict(), deserialize_tensordict(in_band(serialize_tensordict(data.to_tensordict())))):
+            back = DataProto.from_tensordict(td)
+            assert same_value(back.non_tensor_batch["v"][0], value)
+            assert back.non_tensor_batch["v"][1] is None
+            assert same_value(back.meta_info["m"], value)
+
+
+def test_large_read_only_buffers_are_copied_whole():
+    data = DataProto.from_dict({"x": torch.arange(3 * 2**21 + 1)})  # more than one thread's part, and not even
+    sent = through_store(data)
+    assert torch.equal(sent.batch["x"], data.batch["x"])
+    sent.batch["x"].zero_()
+
+
 def test_every_kind_of_envelope_goes_to_another_process_and_back():
     code = (
         "import pickle, sys; sys.path[:0] = sys.argv[1:]; data = pickle.load(sys.stdin.buffer);"

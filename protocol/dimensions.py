@@ -58,7 +58,8 @@ def _cut_tensor(key: str, tensor: Any, n_split: int) -> Tensor:
 def _cut_column(key: str, column: np.ndarray, n_split: int) -> np.ndarray:
     pieces: list[Any] = []
     for row, value in enumerate(column):
-        if not isinstance(value, (list, tuple, np.ndarray)) or np.ndim(value) == 0 or len(value) % n_split:
+        whole = isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+        if not whole or len(value) % n_split:
             raise BatchMismatchError(f"{key!r} row {row} cannot be cut into {n_split} equal pieces: {short(value)}")
         size = len(value) // n_split
         pieces += [value[part * size : (part + 1) * size] for part in range(n_split)]
@@ -86,7 +87,7 @@ def fold_batch_dim(data: Rows, new_batch_size: int) -> Rows:
 
 
 def unfold_batch_dim(data: Rows, batch_dims: int = 2) -> Rows:
-    """(n, k, ...) -> (n * k, ...): the first `batch_dims` dimensions of every field become one. Shares memory.
+    """(n, k, ...) -> (n * k, ...): the first `batch_dims` dimensions of every field become one. A view where it can be.
 
     Object columns must have that many dimensions, as `fold_batch_dim` made them.
     """

@@ -86,13 +86,15 @@ def test_cutting_makes_n_rows_of_each_of_pieces_and_of_copies():
             "y": torch.tensor([1, 2]),
             "pairs": [[1, 2], [3, 4]],
             "u": ["a", "b"],
+            "ragged": [[[1], [2, 3]], [[], {}]],
             "arrays": [np.array([1, 2], dtype=np.int8), np.array([3, 4, 5, 6], dtype=np.int8)],
         }
     )
-    cut = data.unfold_column_chunks(2, split_keys=["x", "pairs", "arrays"])
+    cut = data.unfold_column_chunks(2, split_keys=["x", "pairs", "ragged", "arrays"])
     assert cut.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert cut.batch["y"].tolist() == [1, 1, 2, 2]
     assert cut.non_tensor_batch["pairs"].tolist() == [[1], [2], [3], [4]]
+    assert cut.non_tensor_batch["ragged"].tolist() == [[[1]], [[2, 3]], [[]], [{}]]
     assert cut.non_tensor_batch["u"].tolist() == ["a", "a", "b", "b"]
     assert [row.tolist() for row in cut.non_tensor_batch["arrays"]] == [[1], [2], [3, 4], [5, 6]]
     assert cut.non_tensor_batch["arrays"][0].dtype == np.int8

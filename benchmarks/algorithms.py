@@ -214,8 +214,7 @@ def resampled_metrics(uids: Sequence[str], infos: dict[str, list[Any]], resample
             draws = 2
             while draws <= size:
                 drawn: dict[str, list[float]] = {"best": [], "worst": [], "maj": []}
-                for _ in range(resamples):
-                    chosen = generator.choice(size, size=draws, replace=True)
+                for chosen in generator.integers(0, size, (resamples, draws)).tolist():
                     picked = [values[i] for i in chosen]
                     winner = Counter(votes[i] for i in chosen).most_common(1)[0][0]
                     drawn["best"].append(max(picked))

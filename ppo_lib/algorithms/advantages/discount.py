@@ -18,16 +18,19 @@ class PolicyTokens:
 
     Args:
         kept: (b, R), 1 on policy tokens and 0 elsewhere, in the dtype of the computation.
+        closes_holes: whether to; if not, entries stay in their columns.
     """
 
-    def __init__(self, kept: Tensor) -> None:
+    def __init__(self, kept: Tensor, closes_holes: bool = True) -> None:
         self.kept = kept
-        starts_again = kept.shape[1] > 1 and len(kept) > 0 and bool((kept[:, 1:] - kept[:, :-1]).max() > 0)
+        starts_again = (
+            closes_holes and kept.shape[1] > 1 and len(kept) > 0 and bool((kept[:, 1:] - kept[:, :-1]).max() > 0)
+        )
         # the column each kept token moves to, (b, R) int64; None where all rows start at once and have no holes
         self._column = (kept.long().cumsum(dim=1) - 1).clamp(min=0) if starts_again else None
 
     def pack(self, x: Tensor) -> Tensor:
-        """A new tensor with the kept entries of each row of `x` (b, R) at its left, in order, and 0 after them."""
+        """A new tensor with the kept entries of each row of `x` (b, R) at its left, in order, and 0 elsewhere."""
         x = only_kept(x, self.kept)
         if self._column is None:
             return x

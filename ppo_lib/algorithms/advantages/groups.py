@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,14 @@ class Groups:
     def counted(self) -> Tensor:
         """Which rows have a policy token, (B,) bool."""
         return self.lengths > 0
+
+    def blocks(self, rows: int) -> Iterator[tuple[Tensor, Groups]]:
+        """Whole groups, about `rows` rows at a time: which rows these are, (b,) int64, and their groups."""
+        order, start = self.group.argsort(stable=True), 0
+        for end in self.group.bincount().cumsum(0).tolist():
+            if end - start >= rows or end == len(order):
+                block, start = order[start:end], end
+                yield block, Groups(self.scores[block], self.group[block] - self.group[block[0]], self.lengths[block])
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` (B, ...) over the counted rows of each row's group, (B, ...)."""

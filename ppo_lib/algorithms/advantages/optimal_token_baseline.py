@@ -42,12 +42,8 @@ def compute_optimal_token_baseline_advantage(
     Returns:
         Advantages and returns, both (B, R) float32. For the edges see `advantages`.
     """
-    kept = response_mask.bool()
-    groups = Groups.of(token_level_rewards, response_mask, index)
-    weights = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights).cumsum(dim=1)
-    returns = discounted_sum_to_go(torch.where(kept, token_level_rewards.double(), 0), 1.0)
-    returns = torch.where(kept, returns, 0)
-    return to_float32(_minus_baseline(groups, returns, weights, kept)), to_float32(returns)
+    fields = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _by_groups(index, fields, closes_holes=False)
 
 
 def compute_tir_optimal_token_baseline_advantage(
@@ -66,25 +62,31 @@ def compute_tir_optimal_token_baseline_advantage(
 
     Args, returns and edges are those of `compute_optimal_token_baseline_advantage`.
     """
-    groups, tokens = Groups.of(token_level_rewards, response_mask, index), PolicyTokens(response_mask.ne(0).double())
-    energy = _energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    weights = tokens.pack(energy).cumsum(dim=1)
-    returns = discounted_sum_to_go(tokens.pack(token_level_rewards), 1.0)
-    there = torch.arange(returns.shape[1], device=returns.device) < groups.lengths[:, None]
-    advantages = _minus_baseline(groups, returns, weights, there)
-    return to_float32(tokens.unpack(advantages)), to_float32(tokens.unpack(returns))
+    fields = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _by_groups(index, fields, closes_holes=True)
 
 
-def _energy(
-    response_mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None
-) -> Tensor:
-    """w (B, R) float64: the squared gradient of each policy token's logits, 0 off the mask."""
-    check_same_shape(response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)
+def _by_groups(index: Iterable[Any], fields: tuple[Any, ...], closes_holes: bool) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (B, R), some groups at a time: what is summed over siblings is large and in float64."""
+    rewards, mask, *_ = fields
+    given = dict(zip(("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared"), fields))
+    check_same_shape(**given, **({} if fields[-1] is None else {"rollout_is_weights": fields[-1]}))
+    advantages, returns = (torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for _ in range(2))
+    for rows, groups in Groups.of(rewards, mask, index).blocks(2**16 // max(mask.shape[1], 1)):
+        some_rewards, some_mask, *others = (None if x is None else x[rows] for x in fields)
+        tokens = PolicyTokens(some_mask.ne(0).double(), closes_holes)
+        weights = tokens.pack(_energy(*others)).cumsum(dim=1)
+        to_go = discounted_sum_to_go(tokens.pack(some_rewards), 1.0)
+        there = tokens.pack(torch.ones_like(weights)).bool()
+        advantages[rows] = to_float32(tokens.unpack(_minus_baseline(groups, to_go, weights, there)))
+        returns[rows] = to_float32(tokens.unpack(to_go))
+    return advantages, returns
+
+
+def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
+    """w (b, R) float64: the squared gradient of each token's logits."""
     energy = (1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()).clamp(min=0)
-    if rollout_is_weights is not None:
-        check_same_shape(response_mask=response_mask, rollout_is_weights=rollout_is_weights)
-        energy = energy * rollout_is_weights.double().square()
-    return torch.where(response_mask.bool(), energy, 0)
+    return energy if rollout_is_weights is None else energy * rollout_is_weights.double().square()
 
 
 def _minus_baseline(groups: Groups, returns: Tensor, weights: Tensor, there: Tensor) -> Tensor:

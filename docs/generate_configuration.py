@@ -103,6 +103,8 @@ def value_text(schema: dict[str, Any]) -> str:
     """A JSON Schema in words."""
     if "anyOf" in schema:
         *choices, last = [value_text(choice) for choice in schema["anyOf"]]
+        if choices and last == f"list of {choices[-1]}":
+            last = "a list of them"
         return f"{', '.join(choices)}, or {last}" if choices else last
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])

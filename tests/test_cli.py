@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from launch_line import LAUNCH_LINE
 
 from ppo_lib.cli import main
 from ppo_lib.config import load_config
@@ -232,3 +235,41 @@ def test_main_ppo_trains(capsys, tmp_path):
     code, _, err = answer(capsys, *words, f"trainer.default_local_dir={tmp_path}", command=main_ppo)
     assert code == 0, err
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_launch_line_trains_once_model_data_engine_ranks_and_sizes_are_replaced(tmp_path):
+    from ppo_lib.data.gsm8k import gsm8k_row, write_parquet
+
+    for split in ("train", "test"):
+        rows = [gsm8k_row({"question": f"{n}+1?", "answer": f"Add.\n#### {n + 1}"}, split, n) for n in range(12)]
+        write_parquet(rows, tmp_path / f"{split}.parquet")
+    replaced = [
+        f"data.train_files={tmp_path / 'train.parquet'}",
+        f"data.val_files={tmp_path / 'test.parquet'}",
+        "actor_rollout_ref.model.path=builtin:tiny-llama",
+        "critic.model.path=builtin:tiny-llama",
+        "actor_rollout_ref.rollout.name=hf",
+        "trainer.n_gpus_per_node=1",
+        "data.train_batch_size=4",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+        "trainer.total_epochs=1",
+    ]
+    command = [sys.executable, "-m", "ppo_lib.trainer.main_ppo", *shlex.split(LAUNCH_LINE), *replaced]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Done: 3 training steps." in done.stdout
+    assert done.stdout.count("vf_loss") == 3  # GAE trained its critic in each
+    assert (tmp_path / "checkpoints/p/e/global_step_3/actor").is_dir()
+    if importlib.util.find_spec("wandb") is None:
+        assert done.stderr.count("wandb, which is not installed") == 1

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from ppo_lib.config.tree import dotted, leaves
+from ppo_lib.errors import ConfigError
+
+logger_of_notices = logging.getLogger("ppo_lib.config")
+
+SERVICES = ("wandb", "mlflow")
 METRICS_FILE = "metrics.jsonl"
 CONSOLE_METRICS = {  # what a reader wants on one line; the file and TensorBoard have everything
     "critic/score/mean": "score",
@@ -128,14 +134,15 @@ class WandbBackend:
 
 
 class MlflowBackend:
-    """MLflow, at the tracking URI of the environment."""
+    """MLflow, at the tracking URI of the environment; the configuration is the run's parameters."""
 
-    def __init__(self, project: str, experiment: str):
+    def __init__(self, project: str, experiment: str, config: dict[str, Any]):
         import mlflow
 
         self.mlflow = mlflow
         mlflow.set_experiment(project)
         mlflow.start_run(run_name=experiment)
+        mlflow.log_params({dotted(path): value for path, value in leaves(config)})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step; MLflow refuses '@' in names."""
@@ -147,7 +154,10 @@ class MlflowBackend:
 
 
 class Tracking:
-    """All the backends that `trainer.logger` names; one whose package is missing gives a warning and is left out."""
+    """All the backends that `trainer.logger` names; one whose package is missing gives a warning and is left out.
+
+    Raises `ConfigError` if wandb or mlflow is there and cannot start: no account, no server.
+    """
 
     def __init__(
         self,
@@ -164,16 +174,23 @@ class Tracking:
             "tensorboard": lambda: TensorBoardBackend(directory),
             "file": lambda: FileBackend(directory, resumed_step),
             "wandb": lambda: WandbBackend(project, experiment, config),
-            "mlflow": lambda: MlflowBackend(project, experiment),
+            "mlflow": lambda: MlflowBackend(project, experiment, config),
         }
         self.backends: list[Backend] = []
         for name in logger:
-            if name in ("wandb", "mlflow") and importlib.util.find_spec(name) is None:
-                warnings.warn(
-                    f"trainer.logger names {name}, which is not installed: this run is not logged there", stacklevel=2
+            if name in SERVICES and importlib.util.find_spec(name) is None:
+                logger_of_notices.warning(
+                    "trainer.logger names %s, which is not installed: this run is not logged there", name
                 )
                 continue
-            self.backends.append(make[name]())
+            try:
+                self.backends.append(make[name]())
+            except Exception as error:
+                self.close()
+                if name not in SERVICES:
+                    raise
+                said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise ConfigError(f"trainer.logger names {name}, which cannot start: {said}") from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Hand the metrics of one step to every backend."""

@@ -45,7 +45,7 @@ class PolicyLossConfig(ConfigModel):
     kl_cov_ratio: Fraction = 0.0002
     """kl_cov: the share of tokens that pay for moving."""
     ppo_kl_coef: Annotated[float, Field(ge=0.0)] = 0.1
-    """kl_cov: what they pay for each nat."""
+    """kl_cov: weight of the KL that those tokens pay."""
     dro_beta: Annotated[float, Field(gt=0.0)] | None = None
     """dro: weight of the squared log ratio; null is 0.05."""
 

@@ -46,7 +46,7 @@ class FilterGroupsConfig(ConfigModel):
     """Drop prompts whose rollouts all score the same, which teach nothing, and generate for others in their place."""
 
     enable: bool = False
-    """Do so (DAPO, arXiv:2503.14476)."""
+    """Filter groups (DAPO, arXiv:2503.14476)."""
     metric: str = "reward"
     """What must differ: `reward` (also `score`, `seq_reward`, `seq_final_reward`), or a column of the scorer's own."""
     max_num_gen_batches: NonNegative = 0
@@ -77,4 +77,4 @@ class AlgorithmConfig(ConfigModel):
     gdpo_reward_keys: Strings = ()
     """Columns of the scorer that gdpo normalises one by one, before it adds them up."""
     gdpo_reward_weights: tuple[float, ...] = ()
-    """A weight for each of them; none is 1 for each."""
+    """A weight for each of `gdpo_reward_keys`; none is 1 for each."""

@@ -68,6 +68,12 @@ def notices_on(config: PPOConfig, typed: Mapping[Path, Any]) -> list[str]:
             f"algorithm.gdpo_reward_keys is empty: {estimator.name} takes the score as the only reward; list the "
             "columns of the scorer's dict that it should normalise one by one, such as [accuracy,format]"
         )
+    notices += [
+        f"{_ROLLOUT}.stop holds {text}, a backslash and a letter; a line break is written in double quotes, as"
+        ' ["\\n"] in a file and \'stop=["\\n"]\' in a shell'
+        for text in config.actor_rollout_ref.rollout.stop
+        if "\\n" in text or "\\t" in text
+    ]
     return notices
 
 

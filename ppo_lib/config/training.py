@@ -37,7 +37,7 @@ class OptimConfig(ConfigModel):
     num_cycles: Annotated[float, Field(gt=0.0)] = 0.5
     """Waves of the cosine schedule; 0.5 falls once."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
-    """Weight decay, as a share of `lr`."""
+    """Decoupled weight decay: each step shrinks the weights by this times the learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam's moment decays."""
     override_optimizer_config: OpenDict = {}

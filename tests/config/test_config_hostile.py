@@ -69,6 +69,17 @@ def test_a_number_after_a_name_is_the_last_word(tmp_path):
     assert load_config(file, ["trainer.experiment_name='007'"]).trainer.experiment_name == "007"
 
 
+def test_a_line_break_that_yaml_left_as_two_letters_is_noticed():
+    rollout = "actor_rollout_ref.rollout"
+    (line,) = load_config(overrides=[rf"{rollout}.stop=['\n']", f"{rollout}.name=hf"]).notices
+    assert line == (
+        f"{rollout}.stop holds \\n, a backslash and a letter; a line break is written in double quotes,"
+        """ as ["\\n"] in a file and 'stop=["\\n"]' in a shell"""
+    )
+    config = load_config(overrides=[rf'{rollout}.stop=["\n"]', f"{rollout}.name=hf"])
+    assert (config.notices, config.actor_rollout_ref.rollout.stop) == ((), ("\n",))
+
+
 def test_a_logger_named_twice_is_one():
     assert load_config(overrides=["trainer.logger=[console,file,console]"]).trainer.logger == ("console", "file")
 

@@ -200,7 +200,7 @@ def test_the_configuration_cannot_be_changed():
 
 @pytest.mark.parametrize("form", ["dict", "yaml", "pickle"])
 def test_a_configuration_survives_a_round_trip(form, tmp_path):
-    config = load_config(overrides=["trainer.seed=7", "actor_rollout_ref.rollout.stop=['\\n']", "critic.optim.lr=3e-7"])
+    config = load_config(overrides=["trainer.seed=7", 'actor_rollout_ref.rollout.stop=["\\n"]', "critic.optim.lr=3e-7"])
     if form == "dict":
         again = PPOConfig.model_validate(config.to_dict())
     elif form == "yaml":

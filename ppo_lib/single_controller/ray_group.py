@@ -52,7 +52,9 @@ class RayWorkerGroup(WorkerGroup):
             raise ConfigError(f"device {device_name!r} on pool {resource_pool.name_prefix!r}, which {has} GPUs")
         if detached and not (resource_pool.detached and name_prefix):
             raise ConfigError("a detached worker group needs a name_prefix, and a RayResourcePool(..., detached=True)")
-        label, threads = label_of(self, name_prefix), num_threads or threads_of_driver()
+        label = f"{name_prefix}:{self.role}" if name_prefix and len(self.members) > 1 else self.role
+        label = name_prefix if detached and name_prefix else label  # under which another driver looks for it
+        threads = num_threads or threads_of_driver()
         self._ranks = RankActors(resource_pool, self.members, label, timeout_s, threads, detached)
 
     @classmethod
@@ -72,7 +74,7 @@ class RayWorkerGroup(WorkerGroup):
         self = cls.__new__(cls)
         members = members_of(ray_cls_with_init, name_prefix)
         WorkerGroup.__init__(self, members, 0)
-        self._ranks = RankActors.attach(label_of(self, name_prefix), members, timeout_s)
+        self._ranks = RankActors.attach(name_prefix, members, timeout_s)
         self.world_size = len(self._ranks.actors)
         return self
 
@@ -102,11 +104,6 @@ class RayWorkerGroup(WorkerGroup):
         WorkerGroup.__init__(view, {role: self.members[role]}, self.world_size)
         view._ranks = self._ranks
         return view
-
-
-def label_of(group: WorkerGroup, name_prefix: str | None) -> str:
-    """Under which name the processes of a group are known."""
-    return f"{name_prefix}:{group.role}" if name_prefix and len(group.members) > 1 else group.role
 
 
 def threads_of_driver() -> int | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-from workers_ranks import load_and_train, sent_weights, train_and_save, train_both
+from workers_ranks import load_and_train, memory_of_sending, sent_weights, train_and_save, train_both
 from workers_testing import config, new_actor, new_critic, padded_batch, run_ranks, save_tiny_model, worker_batch
 
 from ppo_lib.errors import CheckpointError, ConfigError, ModelError
@@ -81,6 +81,19 @@ def test_rollouts_get_merged_weights_under_the_names_of_the_base(ranks: int, tin
         assert [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in sent] == spec
         assert [name for name, _ in sent] == [name for name, _ in plain]
         assert all(torch.equal(tensor, value) for (_, tensor), (_, value) in zip(sent, plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), LORA], ids=["plain", "lora"])
+def test_sending_weights_makes_no_copy_of_the_model_on_any_rank(lora: tuple[str, ...], tmp_path: Path) -> None:
+    """25M parameters, 100 MB: one gathered tensor and one bucket of 8 MB exist at a time, besides each rank's half."""
+    model = save_tiny_model(
+        tmp_path, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, head_dim=128, vocab_size=2048
+    )
+    for sent, rose in run_ranks(memory_of_sending, 2, config(model, *lora), 8 << 20):
+        print(f"sent {sent / 1e6:.0f} MB, memory rose by {rose / 1e6:.1f} MB")
+        assert sent > 90e6
+        assert rose < 0.4 * sent
 
 
 def test_two_ranks_train_as_one(tiny_model: str) -> None:

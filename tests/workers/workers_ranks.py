@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from tensordict import TensorDict
 from workers_testing import new_actor, new_critic, padded_batch, shard, worker_batch
 
 from ppo_lib.errors import ModelError
+from ppo_lib.rollout.weights import buckets
 from ppo_lib.workers import ActorRolloutRefWorker
 from ppo_lib.workers.precision import Precision
 from protocol import tensordict_utils as tu
@@ -136,3 +139,31 @@ def train_on(rank: int, world_size: int, cfg: Any, device_name: str) -> dict[str
         "parameters": {tensor.device.type for tensor in engine.module.parameters()},
         "moments": {tensor.device.type for tensor in moments},
     }
+
+
+class Drop:
+    """A sender that packs buckets as the real one does, and lets go of each before the next is made."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes, self.sent = bucket_bytes, 0
+
+    def send(self, rank: int, world_size: int, named_tensors: Any) -> None:
+        for bucket in buckets(iter(named_tensors), self.bucket_bytes):
+            self.sent += bucket.data.nbytes
+
+
+def memory_of_sending(rank: int, world_size: int, cfg: Any, bucket_bytes: int) -> tuple[int, int]:
+    """(bytes sent, how far the process's memory rose above what it held before), once warmed up."""
+    actor = new_actor(cfg, "actor")
+    actor.send_weights(Drop(bucket_bytes))
+    sender = Drop(bucket_bytes)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is held now
+    before = _memory("VmHWM")
+    actor.send_weights(sender)
+    return sender.sent, _memory("VmHWM") - before
+
+
+def _memory(kind: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024

@@ -73,7 +73,8 @@ def _by_groups(index: Iterable[Any], fields: tuple[Any, ...], closes_holes: bool
     check_same_shape(**given, **({} if fields[-1] is None else {"rollout_is_weights": fields[-1]}))
     advantages, returns = (torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for _ in range(2))
     for rows, groups in Groups.of(rewards, mask, index).blocks(2**16 // max(mask.shape[1], 1)):
-        some_rewards, some_mask, *others = (None if x is None else x[rows] for x in fields)
+        some: list[Any] = [None if x is None else x[rows] for x in fields]
+        some_rewards, some_mask, *others = some
         tokens = PolicyTokens(some_mask.ne(0).double(), closes_holes)
         weights = tokens.pack(_energy(*others)).cumsum(dim=1)
         to_go = discounted_sum_to_go(tokens.pack(some_rewards), 1.0)

@@ -153,7 +153,7 @@ def store(method: str, seed: int, result: dict[str, Any]) -> None:
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The table as a page."""
     lines = [
-        "# Every estimator and every loss learns",
+        "# How fast each estimator and each loss learns one small task",
         "",
         'A Llama of half a million random weights over characters learns to answer "7:" with "77777777". Estimators',
         "run with the vanilla loss, losses with grpo; four optimizer steps follow each rollout. The numbers are the",

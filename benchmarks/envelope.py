@@ -7,7 +7,8 @@
 One batch of 1024 rows with 512 prompt and 1024 response tokens, eight tensors and five object columns. Each operation
 and its copy are run in turn, in this one process, and the fastest of several runs of each is shown. The copy writes the
 bytes of all tensors of the operation's result into one block fresh from the operating system, as a pickle has to; that
-costs several times what a copy into memory that the process had before costs, which is shown beside it. Ray is held
+costs several times what a copy into memory that the process had before costs, which is shown beside it ("warm"). Below
+protocol 5 a pickle takes a copy more than it needs, which is numpy's: the array's bytes as an object. Ray is held
 against the same bytes as numpy arrays: as it hands them out, without a copy and read-only, and made writable by a copy,
 as what the envelope's user gets is.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import resource
 import subprocess
@@ -53,6 +54,18 @@ def save_model(name: str, folder: Path) -> str:
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def write_prompts(path: Path, rows: int, length: int) -> None:
+    """A data file of random prompts, one token a character."""
+    from ppo_lib.models.tiny_llama import CHARACTERS
+
+    generator = torch.Generator().manual_seed(0)
+    with open(path, "w") as file:
+        for row in torch.randint(1, len(CHARACTERS), (rows, length), generator=generator).tolist():
+            prompt = "".join(CHARACTERS[i] for i in row)
+            line = {"data_source": "bench", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
+            file.write(json.dumps(line) + "\n")
 
 
 def cpu_seconds(work: Callable[[], Any], at_least_s: float = 0.3, at_most: int = 1000) -> float:

@@ -28,7 +28,17 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from common import ROOT, SHAPES, in_own_process, machine, matmul_rate, peak_rss_mib, print_table, save_model
+from common import (
+    ROOT,
+    SHAPES,
+    in_own_process,
+    machine,
+    matmul_rate,
+    peak_rss_mib,
+    print_table,
+    save_model,
+    write_prompts,
+)
 
 PROMPTS, N, PROMPT, RESPONSE, MODEL = 16, 8, 24, 64, "3.2M"
 
@@ -120,7 +130,6 @@ def measure(name: str, steps: int, profile: bool) -> dict[str, Any]:
     """Run one case in this process."""
     torch.set_num_threads(1)
     from ppo_lib import RayPPOTrainer, load_config
-    from ppo_lib.models.tiny_llama import CHARACTERS
 
     dtype, recompute, skewed, ppo, _ = CASES[name]
     register_skewed_lengths()
@@ -128,15 +137,9 @@ def measure(name: str, steps: int, profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         save_model(MODEL, folder / "model")
-        generator = torch.Generator().manual_seed(0)
-        with open(folder / "data.jsonl", "w") as file:
-            for row in torch.randint(1, len(CHARACTERS), ((steps + 2) * PROMPTS, PROMPT), generator=generator).tolist():
-                prompt = "".join(CHARACTERS[i] for i in row)
-                reward_model = {"style": "rule", "ground_truth": ""}
-                file.write(json.dumps({"data_source": "bench", "prompt": prompt, "reward_model": reward_model}) + "\n")
-        trainer = RayPPOTrainer(
-            load_config(overrides=overrides(folder, dtype, recompute, skewed, ppo)), reward_fn=score
-        )
+        write_prompts(folder / "data.jsonl", (steps + 2) * PROMPTS, PROMPT)
+        config = load_config(overrides=overrides(folder, dtype, recompute, skewed, ppo))
+        trainer = RayPPOTrainer(config, reward_fn=score)
         try:
             trainer.init_workers()
             trainer.checkpoint_manager.update_weights(0)
@@ -185,7 +188,6 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="only this case, in this process")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
-    parser.add_argument("--tokens", type=int, default=16384, help="most tokens of a micro-batch")
     parser.add_argument("--profile", action="store_true", help="print where the first measured step's time goes")
     options = parser.parse_args()
     steps = 1 if options.quick else options.steps

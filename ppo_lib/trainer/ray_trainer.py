@@ -42,6 +42,7 @@ from ppo_lib.trainer.build import (
 from ppo_lib.trainer.checkpoint import STATE, CheckpointStore, damage_named, read_json, write_json
 from ppo_lib.trainer.dump import decode_rollouts, dump_generations
 from ppo_lib.trainer.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from ppo_lib.trainer.performance import performance_metrics
 from ppo_lib.trainer.preflight import preflight
 from ppo_lib.trainer.progress import Progress
 from ppo_lib.trainer.randomness import driver_random_state, restore_driver_random_state, seed_everything
@@ -367,6 +368,7 @@ class RayPPOTrainer(PPOStages):
         metrics.update(compute_data_metrics(batch, use_critic=self.use_critic))
         metrics.update(compute_timing_metrics(batch, timing))
         metrics.update(compute_throughout_metrics(batch, timing, n_gpus=self.arithmetic.world_size))
+        metrics.update(performance_metrics({self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg}))
 
     # ---------------------------------------------------------------- validation
 

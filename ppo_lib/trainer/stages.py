@@ -260,7 +260,10 @@ class PPOStages:
     def _worker_batch(self, batch: DataProto, *fields: str, **settings: Any) -> TensorDict:
         """The rows a worker needs, without padding, and the settings of this call."""
         padded = batch.select(batch_keys=[*ROW_TENSORS, *fields], non_tensor_batch_keys=[], meta_info_keys=[])
-        td = left_right_2_no_padding(padded.to_tensordict())
+        padded = padded.to_tensordict()
+        for name in ("input_ids", "position_ids", "response_mask"):  # half the bytes on the way
+            padded[name] = padded[name].to(torch.int32)
+        td = left_right_2_no_padding(padded)
         meta = batch.meta_info
         tu.assign_non_tensor(td, temperature=meta["temperature"], global_steps=meta["global_steps"], **settings)
         return td

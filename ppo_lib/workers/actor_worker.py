@@ -144,6 +144,16 @@ class ActorRolloutRefWorker(Worker):
             metrics.add("last", {"kl_coef": config.kl_loss_coef})
         return metrics.reduce("actor") | gpu_memory_metrics(self.actor.engine.device)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def performance(self) -> dict[str, dict[str, float]]:
+        """What this rank's passes did since the last call, see `Meter.report`: `actor`, `actor_infer`, `ref`."""
+        report: dict[str, dict[str, float]] = {}
+        for worker, names in (("actor", {"train": "actor", "infer": "actor_infer"}), ("ref", {"infer": "ref"})):
+            if hasattr(self, worker):
+                done = getattr(self, worker).meter.report()
+                report |= {names[kind]: work for kind, work in done.items() if kind in names}
+        return report
+
     # ------------------------------------------------------------------------------------- weights and checkpoints
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

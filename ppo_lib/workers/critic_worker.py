@@ -92,6 +92,12 @@ class CriticWorker(Worker):
         return metrics.reduce("critic") | gpu_memory_metrics(self.critic.engine.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def performance(self) -> dict[str, dict[str, float]]:
+        """What this rank's passes did since the last call, see `Meter.report`: `critic`, `critic_infer`."""
+        names = {"train": "critic", "infer": "critic_infer"}
+        return {names[kind]: work for kind, work in self.critic.meter.report().items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, global_step: int) -> None:
         """Write what `critic.checkpoint.save_contents` names into a folder."""
         contents = self.config.checkpoint.save_contents

@@ -22,6 +22,7 @@ from ppo_lib.models.dtypes import parse_dtype
 from ppo_lib.workers.attention import PACKED_ATTENTION, register_packed_attention
 from ppo_lib.workers.distributed import all_agree
 from ppo_lib.workers.fsdp_engine import FSDPEngine, local_tensor, shard_module
+from ppo_lib.workers.fused import fuse_layers
 from ppo_lib.workers.lora import attach_adapter
 from ppo_lib.workers.modules import PolicyModule, ValueModule
 from ppo_lib.workers.packing import JaggedRows, pack_rows
@@ -65,12 +66,14 @@ def build_engine(
     """
     _determinism(fsdp)
     adapted = optim is not None and uses_lora(model)  # a frozen model is the base
+    precision = Precision.of(fsdp.dtype, device)
+    fused = device.type == "cpu" and precision.param_dtype is None
     reads = dist.get_rank() == 0
     module, error = None, None
     try:
         if reads:
             module = load(model, fsdp, False)
-            check_packing(module)
+            check_packing(module, fused=fused)
             if adapted:
                 attach_adapter(module.model, model, getattr(module, "head", None), seed=fsdp.seed, empty=False)
     except Exception as caught:
@@ -78,6 +81,8 @@ def build_engine(
     all_agree(error)
     if module is None:
         module = load(model, fsdp, True)
+        if fused:
+            fuse_layers(module.model)
         if adapted:
             attach_adapter(module.model, model, getattr(module, "head", None), seed=fsdp.seed, empty=True)
     module.to(parse_dtype(fsdp.model_dtype))
@@ -89,7 +94,6 @@ def build_engine(
     elif fsdp.use_torch_compile and reads:
         logger.warning("use_torch_compile changes nothing on a CPU, where compiled code is no faster")
 
-    precision = Precision.of(fsdp.dtype, device)
     whole = dict(module.named_parameters()) if reads and dist.get_world_size() > 1 else {}
     whole = {name: parameter.detach() for name, parameter in whole.items()}
     shard_module(module, _blocks(module.model), mesh, fsdp, precision)
@@ -257,11 +261,12 @@ def _determinism(fsdp: Any) -> None:
 # ------------------------------------------------------------------------------------------------- the check at load
 
 
-def check_packing(module: PolicyModule | ValueModule) -> None:
+def check_packing(module: PolicyModule | ValueModule, fused: bool = False) -> None:
     """Compute short rows packed, two of them behind one prompt, and one by one with the family's own attention.
 
     A family whose layers mix neighbouring tokens in another way, scale their logits, or ignore the layout of the rows
-    would train on wrong numbers without a sign of it; here it is an error before anything starts.
+    would train on wrong numbers without a sign of it; here it is an error before anything starts. With
+    `fused` the layers compute with this library's functions from here on.
 
     Raises:
         ModelError: the two differ.
@@ -277,14 +282,16 @@ def check_packing(module: PolicyModule | ValueModule) -> None:
     packed = pack_rows(JaggedRows(TensorDict(batch, batch_size=[3])), [0, 1, 2], torch.device("cpu"))
     module.eval()
     with torch.no_grad():
-        if isinstance(module, PolicyModule):
-            ours = module(packed, 1.0, False)["log_probs"]
-        else:
-            ours = module(packed)["values"]
         network.set_attn_implementation("eager")
         outputs = [network(input_ids=row.unsqueeze(0), use_cache=False).logits[0, :-1].float() for row in rows]
         outputs = [values[-count:] for values, count in zip(outputs, packed.response_lens)]
         network.set_attn_implementation(PACKED_ATTENTION)
+        if fused:
+            fuse_layers(network)
+        if isinstance(module, PolicyModule):
+            ours = module(packed, 1.0, False)["log_probs"]
+        else:
+            ours = module(packed)["values"]
     if isinstance(module, PolicyModule):
         outputs = [logits.log_softmax(-1).gather(1, row[-len(logits) :, None]) for logits, row in zip(outputs, rows)]
     theirs = torch.cat(outputs).squeeze(-1)

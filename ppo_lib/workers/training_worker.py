@@ -20,6 +20,7 @@ from ppo_lib.errors import BatchMismatchError
 from ppo_lib.workers.fsdp_engine import FSDPEngine, StepReport
 from ppo_lib.workers.metrics import StepMetrics
 from ppo_lib.workers.packing import JaggedRows, MicroBatching, PackedRows, filler_rows, pack_rows, plan_micro_batches
+from ppo_lib.workers.performance import Arithmetic, Meter
 
 __all__ = ["Forward", "LossFunction", "OfMiniBatch", "TrainingWorker"]
 
@@ -52,6 +53,9 @@ class TrainingWorker:
     def __init__(self, engine: FSDPEngine) -> None:
         """Work with this engine; what a call computes and how large its micro-batches are comes with the call."""
         self.engine = engine
+        precision = engine.precision
+        dtype = precision.autocast_dtype or precision.param_dtype or torch.float32
+        self.meter = Meter(Arithmetic.of(engine.module), engine.device, dtype)
 
     # --------------------------------------------------------------------------------------------------- inference
 
@@ -69,9 +73,10 @@ class TrainingWorker:
         batch = JaggedRows(data)
         plan = self._plan([list(range(len(batch)))], batch, size)[0]
         flat: dict[str, torch.Tensor] = {}
-        with self.engine.inference() as module:
+        with self.meter.measuring("infer") as work, self.engine.inference() as module:
             for rows in plan:
                 packed = pack_rows(batch, rows, self.engine.device) if rows else filler_rows(self.engine.device)
+                work.operations += self.meter.forward(packed)
                 for name, values in forward(module, packed).items():
                     if name not in flat:
                         flat[name] = torch.zeros(int(batch.response_offsets[-1]), dtype=torch.float32)
@@ -123,7 +128,7 @@ class TrainingWorker:
 
         metrics = StepMetrics()
         generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
-        with self.engine.training() as module:
+        with self.meter.measuring("train"), self.engine.training() as module:
             for _ in range(epochs):
                 order = range(len(plans)) if generator is None else torch.randperm(len(plans), generator=generator)
                 for k in map(int, order):
@@ -171,6 +176,9 @@ class TrainingWorker:
         Without rows it is a filler: its columns are all zero, its mask too, so that it contributes an exact zero.
         """
         packed = pack_rows(batch, rows, self.engine.device) if rows else filler_rows(self.engine.device)
+        self.meter.work["train"].operations += self.meter.forward(packed)
+        if torch.is_grad_enabled():
+            self.meter.work["train"].operations += self.meter.backward(packed)
         with self.engine.precision.autocast():
             outputs = forward(module, packed)
         padded = {name: packed.to_rows(values) for name, values in outputs.items()}

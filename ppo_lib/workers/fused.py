@@ -1,0 +1,142 @@
+"""The small operations between a Llama-like model's matrix products, in fewer passes over memory.
+
+On a CPU a pass over an activation costs as much as a twentieth of the matrix product beside it, and autograd makes and
+keeps an activation for every step of a formula. Each function here is one node with its derivative written out: half
+the passes, and less to keep. The numbers agree with the family's own to rounding; `check_packing` holds the one against
+the other whenever a model is loaded.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ppo_lib.workers.attention import packed_attention
+
+__all__ = ["fuse_layers", "rms_norm", "rotate", "swiglu"]
+
+_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
+_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
+_ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
+
+
+def fuse_layers(network: nn.Module) -> None:
+    """Let the layers of known kinds in a network compute with the functions below; others stay as they are."""
+    for module in network.modules():
+        kind = type(module).__name__
+        if kind in _NORMS:
+            module.forward = MethodType(_norm_forward, module)
+        elif kind in _MLPS and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+            module.forward = MethodType(_mlp_forward, module)
+        elif kind in _ATTENTIONS:
+            module.forward = MethodType(_attention_forward, module)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019); x (..., H), weight (H)."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021): with x1, x2 the halves of a head, (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    Args:
+        states: (1, N, heads, head_dim).
+        cos, sin: (1, N, head_dim), without gradient.
+    """
+    return _Rotate.apply(states, cos.unsqueeze(2), sin.unsqueeze(2))
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (Shazeer 2020); of the three only the arguments are kept for backward."""
+    return _SwiGLU.apply(gate, up)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """With s the scale: dx = s w g - x s^3 mean(w g x), dw = sum of g x s."""
+        x, weight, scale = ctx.saved_tensors
+        shape, dtype = x.shape, x.dtype
+        x, grad, scale = (part.flatten(0, -2).float() for part in (x, grad, scale))  # (N, H), (N, H), (N, 1)
+        product = grad * x
+        coefficient = product.mv(weight.float()).unsqueeze(1).mul_(scale**3).div_(-shape[-1])
+        grad_x = (grad * weight).mul_(scale).addcmul_(x, coefficient)
+        grad_weight = product.t().mv(scale.squeeze(1)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.to(dtype).view(shape), grad_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = states.dtype
+        return _turned(states.to(torch.promote_types(states.dtype, cos.dtype)), cos, sin, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        half = cos.shape[-1] // 2
+        # the transpose takes the sines of the other half
+        swapped = torch.cat([sin[..., half:], sin[..., :half]], dim=-1)
+        return _turned(grad, cos, swapped, 1).to(ctx.dtype), None, None
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=-sign)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def _norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _attention_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key, value = (project(hidden_states).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    query, key = (rotate(states, *position_embeddings).transpose(1, 2) for states in (query, key))
+    kwargs.setdefault("sliding_window", getattr(self, "sliding_window", None))
+    out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, scaling=self.scaling, **kwargs)
+    return self.o_proj(out.flatten(-2)), None

@@ -97,12 +97,16 @@ def reward_column(data: DataProto, name: str, asked_by: str) -> list[float]:
 def join_generated(parts: Sequence[DataProto], prompts: int) -> DataProto:
     """The first `prompts` prompts of several generation batches as one batch, their `prompt_row` counted through.
 
-    A column that the scorer reported in some parts only is None in the others.
+    A column that the scorer reported in some parts only is None in the others. What the engine says of its work
+    (`rollout_stats`) is the mean over the parts that have it.
     """
+    stats: dict[str, list[float]] = {}
     keys = list(dict.fromkeys(key for part in parts for key in part.meta_info.get("reward_extra_keys", ())))
     for part in parts:
         for key in keys:
             part.non_tensor_batch.setdefault(key, np.full(len(part), None, dtype=object))
+        for name, value in part.meta_info.pop("rollout_stats", {}).items():
+            stats.setdefault(name, []).append(value)
         for key in ("epoch", "reward_extra_keys"):  # the parts may come from two epochs
             part.meta_info.pop(key, None)
     joined = DataProto.concat(parts)
@@ -110,4 +114,5 @@ def join_generated(parts: Sequence[DataProto], prompts: int) -> DataProto:
     rows = [numbers.setdefault(uid, len(numbers)) for uid in joined.non_tensor_batch["uid"]]
     joined.batch["prompt_row"] = torch.tensor(rows)
     joined.meta_info["reward_extra_keys"] = keys
+    joined.meta_info["rollout_stats"] = {name: sum(values) / len(values) for name, values in stats.items()}
     return joined[joined.batch["prompt_row"] < prompts]

@@ -245,6 +245,13 @@ def test_even_a_small_share_holds_back_one_token(name):
     assert gradient[0][3] == pytest.approx(0 if name == "clip_cov" else 3 * 1.1 + 7)
 
 
+@pytest.mark.parametrize("name", sorted(set(names.POLICY_LOSSES) - {"dro"}))  # dro pulls back wherever it stands
+def test_without_an_advantage_no_loss_moves_the_policy_however_far_it_went(name):
+    loss, gradient, _ = run(name, [[2.0, 0.5, 1.0, 1.1]], [[0.0] * 4], old=COV_OLD)
+    assert loss == 0
+    assert gradient == [[0] * 4]
+
+
 def test_value_loss_by_hand():
     # not moved: (1 - 0)^2; moved from 0 to 2, clipped at 0.5: max((2 - 3)^2, (0.5 - 3)^2); past the return: max(1, .25)
     vpreds = torch.tensor([[1.0, 2.0, 2.0, NAN]], requires_grad=True)

@@ -172,6 +172,18 @@ def test_parts_are_joined_to_whole_prompts_counted_through():
     assert joined.meta_info["reward_extra_keys"] == ["acc"]
 
 
+def test_parts_join_whatever_the_engine_says_of_its_work_on_each_and_one_may_be_empty():
+    said = [{"rollout/spec_accept_rate": 0.5, "rollout/once": 2.0}, {"rollout/spec_accept_rate": 0.25}, {}]
+    parts = [generated(list(uids), [1, 0, 1, 0]) for uids in ("aabb", "ccdd", "eeff")]
+    for part, stats in zip(parts, said, strict=True):
+        part.meta_info["rollout_stats"] = stats
+        part.meta_info["timing"] = {"agent_loop/slowest/prompt_length": len(stats)}
+    parts[1] = parts[1][torch.zeros(4, dtype=torch.bool)]
+    joined = join_generated(parts, prompts=3)
+    assert joined.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b", "e", "e"]
+    assert joined.meta_info["rollout_stats"] == {"rollout/spec_accept_rate": 0.375, "rollout/once": 2.0}
+
+
 # ---------------------------------------------------------------- remax
 
 

@@ -115,9 +115,14 @@ def clip_cov_rule(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, co
 
 
 def kl_cov_rule(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: LossConfig) -> CovarianceRule:
-    """The rule of `kl_cov` from all policy tokens (N,) of a mini-batch."""
+    """The rule of `kl_cov` from all policy tokens (N,) of a mini-batch.
+
+    Where all covariances are equal, as they are without an advantage, none is the largest and no token is held back.
+    """
     rule = _means(log_prob, advantages)
     covariance = rule.covariance(log_prob, advantages)
+    if len(covariance) and bool(covariance.max() == covariance.min()):
+        return rule
     return replace(rule, threshold=_of_largest(covariance, config.policy_loss.kl_cov_ratio * len(log_prob)))
 
 

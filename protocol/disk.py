@@ -62,7 +62,7 @@ def load(filepath: str | os.PathLike[str]) -> tuple[Any, Any]:
         reader = _Reader(buffers)
         rest = {key: reader.value(entry) for key, entry in structure["rest"].items()}
         return reader.value(structure["batch"]), (rest, True)
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         with open(filepath, "rb") as file:
             pickled = file.read(1) == b"\x80"
         why = "it is a pickle, and those are not loaded, since they can run code" if pickled else f"{error}"
@@ -137,7 +137,7 @@ class _Reader:
             "tensor": self.tensor,
             "jagged": lambda parts: PackedJagged(self.value(parts[0]), self.value(parts[1]), parts[2]),
             "array": self.array,
-            "scalar": lambda parts: np.frombuffer(base64.b64decode(parts[1]), dtype=descr_to_dtype(parts[0]))[0],
+            "scalar": lambda parts: np.frombuffer(base64.b64decode(parts[1]), dtype=_dtype(parts[0]))[0],
             "objects": self.objects,
             **{kind.__name__: lambda entries, kind=kind: kind(map(self.value, entries)) for kind in _CONTAINERS},
         }
@@ -159,7 +159,7 @@ class _Reader:
         descr, shape, number = parts
         if number not in self.made:
             own = bytearray(self.buffers[number].tobytes())
-            self.made[number] = np.ndarray(tuple(shape), dtype=descr_to_dtype(descr), buffer=own)
+            self.made[number] = np.ndarray(tuple(shape), dtype=_dtype(descr), buffer=own)
         return self.made[number]
 
     def objects(self, parts: Any) -> np.ndarray:
@@ -169,3 +169,11 @@ class _Reader:
         for at, entry in enumerate(entries):
             array[at] = self.value(entry)
         return array.reshape(shape)
+
+
+def _dtype(descr: Any) -> np.dtype:
+    """The dtype that a file names. One with objects in it would take the file's bytes for addresses in memory."""
+    dtype = descr_to_dtype(descr)
+    if dtype.hasobject:
+        raise ValueError(f"an array of dtype {dtype} cannot be made of bytes")
+    return dtype

@@ -170,17 +170,18 @@ class RayReplicaHandle(ReplicaHandle):
         """See `ReplicaHandle.restart`."""
         import ray
 
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s + _SHUTDOWN_S
         while True:
             try:
                 run_blocking(call_actor(self._actor.discard.remote(), self.name, "restart", _SHUTDOWN_S))
                 break
-            except WorkerTimeoutError:
-                ray.kill(self._actor, no_restart=False)
-            except WorkerDiedError:  # Ray is starting its process again
-                if time.monotonic() > deadline:
+            except (WorkerDiedError, WorkerTimeoutError) as error:
+                if time.monotonic() > deadline:  # Ray finds no place for it any more, say
                     raise
-                time.sleep(0.2)
+                if isinstance(error, WorkerTimeoutError):
+                    ray.kill(self._actor, no_restart=False)
+                else:  # Ray is starting its process again
+                    time.sleep(0.2)
         run_blocking(call_actor(self.build(), self.name, "restart", timeout_s))
         self.restarts += 1
 

@@ -67,7 +67,7 @@ class LLMServerManager:
         self.give_weights: Callable[[ReplicaHandle], None] | None = None
         """Sends one replica the current weights; set by the `CheckpointEngineManager`."""
         self._max_restarts = max_restarts
-        self._restarting: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._restarting: dict[int, asyncio.Task[None]] = {}
         self._pool = resource_pool
         if resource_pool is not None:
             resource_pool.acquire(self)
@@ -130,14 +130,19 @@ class LLMServerManager:
         Args:
             replica: Which one.
             restarts: Its `restarts` when the request was sent: it may have been restarted since.
-            error: How the request failed; raised where the replica is well, or was restarted too often.
+            error: How the request failed; raised where the replica is well, or was restarted too often. Whatever a
+                replica answers while it is being restarted says nothing about the request.
         """
-        if self.replicas[replica].restarts != restarts:
-            return
-        key = (replica, restarts)
-        if key not in self._restarting:
-            self._restarting[key] = asyncio.create_task(asyncio.to_thread(self._recover, replica, error))
-        await asyncio.shield(self._restarting[key])
+        task = self._restarting.get(replica)
+        if task is None:
+            if self.replicas[replica].restarts != restarts:
+                return
+            if not isinstance(error, (WorkerDiedError, WorkerTimeoutError)):
+                raise error
+            task = asyncio.create_task(asyncio.to_thread(self._recover, replica, error))
+            task.add_done_callback(lambda _: self._restarting.pop(replica))
+            self._restarting[replica] = task
+        await asyncio.shield(task)
 
     def _recover(self, replica: int, error: Exception) -> None:
         handle = self.replicas[replica]

@@ -175,6 +175,14 @@ def shifted(structure: Any, arrays: Any, metadata: Any) -> None:
             lambda s, a, m: s["rest"].update(non_tensor_batch={"dict": [["u", {"objects": [[9], [None] * 9]}]]}),
             "'u' has 9 rows",
         ),
+        *[
+            (lambda s, a, m, plain=plain: s["rest"].update(meta_info={"dict": [["x", plain]]}), "made of bytes")
+            for plain in (
+                {"array": ["|O", [1], "0"]},
+                {"array": [[["f", "<i8"], ["g", "|O"]], [1], "0"]},
+                {"scalar": ["|O", "QUFBQUFBQUE="]},
+            )
+        ],
     ],
 )
 def test_a_file_that_was_tampered_with_is_refused(tmp_path, change, message):

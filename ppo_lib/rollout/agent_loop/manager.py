@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ppo_lib.config import PPOConfig, worker_count
-from ppo_lib.errors import WorkerDiedError, WorkerTimeoutError
+from ppo_lib.errors import RolloutError, WorkerDiedError, WorkerTimeoutError
 from ppo_lib.reward import RewardLoopManager, RewardSample
 from ppo_lib.rollout.agent_loop.base import AgentLoopOutput, AgentSample
 from ppo_lib.rollout.agent_loop.collate import collate
@@ -177,7 +177,7 @@ class AgentLoopManager:
             restarts = self._servers.replicas[sample.replica].restarts
             try:
                 return await self._runner.run(sample)
-            except (WorkerDiedError, WorkerTimeoutError) as error:
+            except (WorkerDiedError, WorkerTimeoutError, RolloutError) as error:
                 await self._servers.recover(sample.replica, restarts, error)
                 sample = replace(sample, cohort=None)  # those of its cohort that are through do not come again
 

@@ -13,7 +13,10 @@ from ppo_lib.rollout.sglang.versions import check_arguments
 
 LOADER = "ppo_lib.rollout.sglang.loader.load"
 RESERVED = 8  # positions that SGLang keeps for itself out of a context
-TAKEN = ("model_path", "tokenizer_path", "dtype", "context_length", "custom_weight_loader", "tp_size", "device")
+TAKEN = (
+    *("model_path", "tokenizer_path", "dtype", "context_length", "custom_weight_loader", "load_format", "device"),
+    *("tp_size", "dp_size", "pp_size", "nnodes", "node_rank"),  # weights are counted for the ranks of one group
+)
 """Arguments that follow from other keys of the configuration and cannot be passed through."""
 
 _CPU_CACHE_TOKENS = 32768  # unless engine_kwargs.sglang.max_total_tokens says otherwise

@@ -185,12 +185,9 @@ class SGLangEngine(RolloutEngine):
         with self._lock:
             if self._updated is None:
                 self._updated = Future()
+            self._parts, self._loaded = {}, Future()  # of an update that broke off
         self._unusable = "a weight update was begun and not finished"
-        await self._drain()
-        if self._ledger is not None:
-            await self._process.call("end_session")
-        self._ledger = WeightLedger(self._outline)
-        await self._attempt(self._process.call("begin_update"))
+        await self._attempt(self._begin())
 
     async def update_bucket(self, bucket: WeightBucket | SharedBucket, part: int = 0, parts: int = 1) -> None:
         """See `RolloutEngine.update_bucket`. With several GPUs each sends its part: all return once all are loaded."""
@@ -268,6 +265,7 @@ class SGLangEngine(RolloutEngine):
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
         self._stopped = True
+        self._resume_waiting()
         await asyncio.to_thread(self._process.end)
 
     # ------------------------------------------------------------------ requests
@@ -398,6 +396,13 @@ class SGLangEngine(RolloutEngine):
                 return
             await self._process.call("abort", running)
             await asyncio.sleep(0.001)
+
+    async def _begin(self) -> None:
+        await self._drain()
+        if self._ledger is not None:
+            await self._process.call("end_session")
+        self._ledger = WeightLedger(self._outline)
+        await self._process.call("begin_update")
 
     def _open_ledger(self) -> WeightLedger:
         if self._ledger is None:

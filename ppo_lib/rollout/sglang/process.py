@@ -26,6 +26,7 @@ from typing import Any
 from ppo_lib.errors import RolloutError, WorkerDiedError, WorkerTimeoutError
 
 START_LIMIT_S = 1200.0
+SEND_LIMIT_S = 20
 _END_LIMIT_S = 10.0
 _LINES_KEPT = 60
 _LENGTH = struct.Struct("<Q")
@@ -49,11 +50,13 @@ class HostProcess:
         self._calls: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # one of its own: whoever holds it may have to wait for the host
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._echo = echo
         self._gone: BaseException | None = None
         self._ended = False
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0))
         self._socket = ours
         with theirs:
             self._process = subprocess.Popen(
@@ -113,8 +116,13 @@ class HostProcess:
                 future.set_exception(self._gone)
                 return future
             self._calls[number] = future
-        with suppress(OSError):  # the reader meets the closed socket too, and answers every call
-            send(self._socket, (number, method, arguments), self._lock)
+        try:
+            send(self._socket, (number, method, arguments), self._sending)
+        except BlockingIOError:  # a part of the message may be on its way, so that no other can follow
+            self._lose(WorkerDiedError(f"the sglang engine hangs: it read nothing for {SEND_LIMIT_S} s"))
+            self.end()
+        except OSError:
+            pass  # the reader meets the closed socket too, and answers every call
         return future
 
     def end(self, why: str = "it was shut down") -> None:

@@ -3,7 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ppo_lib.rollout.sglang.versions import known_arguments, require_sglang
+import pytest
+
+from ppo_lib.errors import ConfigError
+from ppo_lib.rollout.sglang.arguments import TAKEN
+from ppo_lib.rollout.sglang.versions import check_arguments, known_arguments, require_sglang
 
 
 def test_every_interpreter_of_the_environment_can_import_what_needs_the_stand_ins():
@@ -23,3 +27,9 @@ def test_the_arguments_read_from_the_sources_are_those_that_the_engine_takes():
 
 def test_the_installed_version_is_one_that_is_known_to_work():
     assert require_sglang().startswith("0.5.")
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_arguments_that_follow_from_other_keys_cannot_be_passed_through(name):
+    with pytest.raises(ConfigError, match=f"{name} cannot be set"):
+        check_arguments([name], TAKEN)

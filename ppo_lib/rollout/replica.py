@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ppo_lib.single_controller.faults import add_note, why_it_ended
 # All requests of a cohort must be inside the actor before the first is answered.
 _CALLS_AT_ONCE = 1_000_000
 _SHUTDOWN_S = 30.0
+_DISCARD_S = 5.0
 _SLIVER = 0.01  # of a GPU: to be shown which one a bundle has
 
 
@@ -190,6 +192,8 @@ class RayReplicaHandle(ReplicaHandle):
         import ray
 
         if ray.is_initialized():
+            with suppress(WorkerDiedError, WorkerTimeoutError):  # an engine with processes of its own tidies up
+                run_blocking(call_actor(self._actor.discard.remote(), self.name, "shutdown", _DISCARD_S))
             ray.kill(self._actor)
 
 

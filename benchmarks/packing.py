@@ -2,8 +2,8 @@
 
 The padded side is what most trainers do: rows of one width with an attention mask through the family's own
 `scaled_dot_product_attention`, logits at every response position, `log_softmax`, gather. The packed side is this
-library's, with the loss and the weights equal; the first line of each pair checks that the two losses agree. No prompt
-is shared, so that packing alone is measured. Both sides take the rows in micro-batches that suit them.
+library's, as a training rank computes it, and once more with the family's own layers, so that the gain of packing is seen
+apart from that of fused layers. Loss and weights are equal; a run stops where the losses differ. No prompt is shared.
 
     OMP_NUM_THREADS=1 python benchmarks/packing.py [--quick]
 """
@@ -23,6 +23,7 @@ from common import cpu_seconds, machine, print_table, save_model
 from tensordict import TensorDict
 
 from ppo_lib.workers.attention import PACKED_ATTENTION, register_packed_attention
+from ppo_lib.workers.fused import fuse_layers
 from ppo_lib.workers.modules import PolicyModule
 from ppo_lib.workers.packing import JaggedRows, MicroBatching, pack_rows, plan_micro_batches
 from protocol import tensordict_utils as tu
@@ -91,12 +92,17 @@ def compare(name: str, rows: int, width: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(name, Path(folder))
         padded = padded_side(AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa"), data, width, 4)
-        packed = packed_side(AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION), data)
-    one, other = padded(), packed()
-    if abs(one - other) > 1e-4 * abs(one):
-        raise SystemExit(f"{name}: the losses differ, {one} padded and {other} packed")
-    slow, fast = cpu_seconds(padded), cpu_seconds(packed)
-    return [f"{name}, {rows} rows x {width}", f"{real:.0%}", slow, fast, slow / fast]
+        stock, fused = (
+            AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED_ATTENTION) for _ in range(2)
+        )
+    fuse_layers(fused)
+    packed, own_layers = packed_side(fused, data), packed_side(stock, data)
+    one = padded()
+    for side in (packed, own_layers):
+        if abs(one - (other := side())) > 1e-4 * abs(one):
+            raise SystemExit(f"{name}: the losses differ, {one} padded and {other} packed")
+    slow, fast, plain = cpu_seconds(padded), cpu_seconds(packed), cpu_seconds(own_layers)
+    return [f"{name}, {rows} rows x {width}", f"{real:.0%}", slow, fast, slow / fast, plain, slow / plain]
 
 
 def main() -> None:
@@ -107,7 +113,7 @@ def main() -> None:
     cases = [("tiny", 8, 128)] if quick else [("5M", 16, 512), ("30M", 8, 512)]
     print(machine())
     rows = [compare(*case) for case in cases]
-    header = ["model", "real tokens", "padded CPU-s", "packed CPU-s", "ratio (target 4.5)"]
+    header = ["model", "real", "padded CPU-s", "packed CPU-s", "ratio (target 4.5)", "own layers CPU-s", "ratio"]
     print_table("Forward and backward of log-probabilities, fp32", header, rows)
 
 

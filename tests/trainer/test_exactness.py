@@ -110,6 +110,7 @@ def test_four_ray_ranks_give_the_numbers_of_one_local_rank(settings, tmp_path, r
     alone = (*(setting for setting in settings if "fsdp_size" not in setting), four_rollouts)
     _, recorded = train(tmp_path / "generates", *alone)
     expected, _ = train(tmp_path / "local", *alone, recorded=recorded, first=1)
-    four = ("trainer.worker_group=ray", "trainer.n_gpus_per_node=4", four_rollouts)
+    cores = "ray_kwargs.ray_init.num_cpus=4"  # that the session's Ray was told of, whatever the machine has
+    four = ("trainer.worker_group=ray", "trainer.n_gpus_per_node=4", cores, four_rollouts)
     found, _ = train(tmp_path / "four", *settings, *four, recorded=recorded, first=1)
     assert_same(found, expected)

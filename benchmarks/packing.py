@@ -2,8 +2,9 @@
 
 The padded side is what most trainers do: rows of one width with an attention mask through the family's own
 `scaled_dot_product_attention`, logits at every response position, `log_softmax`, gather. The packed side is this
-library's, as a training rank computes it, and once more with the family's own layers, so that the gain of packing is seen
-apart from that of fused layers. Loss and weights are equal; a run stops where the losses differ. No prompt is shared.
+library's, as a training rank computes it, and once more with the family's own layers, so that the gain of packing is
+seen apart from that of fused layers. Loss and weights are equal; a run stops where the losses differ. No prompt is
+shared.
 
     OMP_NUM_THREADS=1 python benchmarks/packing.py [--quick]
 """

@@ -69,9 +69,10 @@ OWN: dict[str, tuple[str, ...]] = {
     "grpo_passk": (f"{ACTOR}.entropy_coeff=0.003",),
     # a greedy answer is a fair baseline where rollouts are near it, not for 98 characters drawn evenly
     "remax": (
-        f"{ACTOR}.entropy_coeff=0",
-        f"{ACTOR}.optim.lr=5e-4",
-        "actor_rollout_ref.rollout.temperature=0.3",
+        f"{ACTOR}.entropy_coeff=0.003",
+        f"{ACTOR}.optim.lr=3e-4",
+        "actor_rollout_ref.rollout.temperature=0.2",
+        "actor_rollout_ref.rollout.n=16",
     ),
     "gae": (
         "algorithm.lam=0.95",

@@ -348,7 +348,7 @@ def test_workers_of_a_process_see_one_another_and_a_group_has_its_roles_as_attri
     both.shutdown()
 
 
-def test_a_detached_group_outlives_what_built_it_and_is_found_again(ray_cluster, no_leftovers):
+def test_a_detached_group_outlives_what_built_it_and_is_found_again(groups, no_leftovers):
     with pytest.raises(ConfigError, match="no detached worker group 'counter' runs"):
         RayWorkerGroup.from_detached("counter", RayClassWithInitArgs(Counter))
     with pytest.raises(ConfigError, match=r"detached=True"):
@@ -363,4 +363,6 @@ def test_a_detached_group_outlives_what_built_it_and_is_found_again(ray_cluster,
     with pytest.raises(ConfigError, match="hosts counter, not other"):
         RayWorkerGroup.from_detached("counter", create_colocated_worker_cls({"other": RayClassWithInitArgs(Counter)}))
     found.shutdown()
-    RayResourcePool([4], name_prefix="all four are free again").bundle(0)
+    rest = RayResourcePool([2], name_prefix="all that `groups` leaves of four is free again")
+    rest.bundle(0)
+    rest.shutdown()

@@ -19,14 +19,15 @@ _ELEMENTS = 2**17
 def row_blocks(mask: Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, Tensor]]:
     """The rows of `mask` (B, R), bool, int or float, block by block: where they are and (b, R) zeros and ones.
 
-    Without rows there is one block, without rows.
+    Without rows there is one block, without rows. The zeros and ones lie in the same memory each time: use them, or
+    write over them, before the next block.
     """
     rows, width = mask.shape
     height = max(1, _ELEMENTS // max(width, 1))
+    memory = torch.empty((min(height, rows), width), dtype=dtype, device=mask.device)
     for start in range(0, max(rows, 1), height):
         block = slice(start, min(start + height, rows))
-        kept = torch.empty(mask[block].shape, dtype=dtype, device=mask.device)
-        yield block, torch.ne(mask[block], 0, out=kept)
+        yield block, torch.ne(mask[block], 0, out=memory[: block.stop - start])
 
 
 def only_kept(x: Tensor, kept: Tensor) -> Tensor:
@@ -41,9 +42,14 @@ def only_kept(x: Tensor, kept: Tensor) -> Tensor:
 def row_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of each row of `x` (B, R) where the mask is 1, and over how many tokens; both (B,) float64."""
     sums, counts = (torch.zeros(len(mask), dtype=torch.float64, device=mask.device) for _ in range(2))
+    x = x.detach().float()
     for block, kept in row_blocks(mask):
-        chosen = only_kept(x[block], kept)
-        sums[block], counts[block] = chosen.sum(dim=1).double(), kept.sum(dim=1).double()
+        counts[block] = kept.sum(dim=1).double()
+        sums[block] = (x[block] * kept).sum(dim=1).double()
+        if bool(sums[block].isfinite().all()):
+            continue
+        chosen = only_kept(x[block], kept)  # without what stands behind the mask
+        sums[block] = chosen.sum(dim=1).double()
         if not bool(sums[block].isfinite().all()):  # beyond float32
             sums[block] = chosen.double().sum(dim=1)
     return sums, counts

@@ -24,6 +24,7 @@ from protocol.wire import Packed, PackedJagged
 
 FORMAT = "protocol.DataProto 1"
 _STRUCTURE = "structure"
+_AS_IS = {np.dtype(kind) for kind in (np.uint8, np.int8, np.int16, np.int32)}
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, frozenset)
 
 
@@ -116,11 +117,12 @@ class _Writer:
         return {"array": [descr, shape, self.number(value)]}
 
     def number(self, array: np.ndarray) -> str:
-        """Number of the buffer that holds the array's bytes."""
+        """Number of the buffer that holds the array: as it is where a `Packed` may need its type, else its bytes."""
         if id(array) not in self.known:
             number = str(len(self.buffers))
             self.known[id(array)] = (array, number)
-            self.buffers[number] = np.frombuffer(array.tobytes(), dtype=np.uint8)
+            as_is = array.dtype in _AS_IS
+            self.buffers[number] = np.ascontiguousarray(array) if as_is else np.frombuffer(array.tobytes(), np.uint8)
         return self.known[id(array)][1]
 
 

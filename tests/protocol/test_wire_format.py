@@ -326,3 +326,50 @@ def test_a_single_tensor_goes_as_dtype_shape_and_bytes_and_any_buffer_will_do():
     for wrong in (("float32", (1, 2), data), ("nonsense", (1, 2), data), ("Tensor", (1, 2), data)):
         with pytest.raises(BatchMismatchError, match="4 bytes are no tensor of shape"):
             deserialize_single_tensor(wrong)
+
+
+# ---- integers in the narrowest type that holds them
+
+
+@pytest.mark.parametrize("send", [through_store, in_band])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("least", "most", "itemsize"),
+    [(0, 1, 1), (-128, 127, 1), (-129, 0, 2), (0, 128, 2), (-(2**15), 2**15 - 1, 2), (0, 2**15, 4), (0, 2**31, 8)],
+)
+def test_integers_travel_in_the_narrowest_type_and_arrive_in_their_own(least, most, itemsize, dtype, send):
+    if most > torch.iinfo(dtype).max:
+        pytest.skip("does not fit the type")
+    ids = torch.randint(least, most + 1, (64, 300)).to(dtype)
+    ids[0, :2] = torch.tensor([least, most]).to(dtype)
+    data = DataProto.from_dict({"ids": ids, "turned": ids.T.contiguous().T, "one": ids[:, :1].expand(64, 300)})
+    assert len(pickle.dumps(data)) < 3 * ids.numel() * min(itemsize, dtype.itemsize) + 2000
+    sent = send(data).batch
+    for key in ("ids", "turned", "one"):
+        assert sent[key].dtype == dtype
+        assert torch.equal(sent[key], data.batch[key])
+        sent[key].zero_()
+
+
+def test_narrowed_integers_go_to_a_file_and_back_jagged_ones_too(tmp_path: Path):
+    rows = [torch.arange(length) for length in (5000, 0, 300)]
+    data = DataProto.from_dict({"jagged": tu.nested_tensor_from_tensor_list(rows), "mask": torch.ones(3, 9000).long()})
+    data.save_to_disk(tmp_path / "data")
+    assert (tmp_path / "data").stat().st_size < 5300 * 2 + 27_000 + 4000
+    loaded = DataProto.load_from_disk(tmp_path / "data")
+    assert rows_of(loaded) == rows_of(data)
+    assert dtypes_of(loaded) == dtypes_of(data)
+    loaded.batch["mask"].zero_()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        ("int64", (2,), np.zeros(3, np.int8)),
+        ("int16", (3,), np.zeros(3, np.int32)),
+        ("float32", (3,), np.zeros(3, np.int8)),
+    ],
+)
+def test_integers_that_are_not_those_of_the_tensor_are_refused(packed):
+    with pytest.raises(BatchMismatchError, match="are no tensor of shape"):
+        deserialize_single_tensor(packed)

@@ -52,20 +52,30 @@ def correct_rollouts(
         weights = bounded(raw, bounds)
         metrics |= _weight_metrics(raw, weights, kept, config.rollout_is)
         if config.rollout_is_batch_normalize:
-            weights = batch_normalized(weights, kept, config.rollout_is)
-    left = kept
-    for rule in rejections(config.rollout_rs, config.rollout_rs_threshold):
-        left = left & accepted(log_r, kept, rule)
+            weights = weights / batch_mean(weights, kept, config.rollout_is)
+    left = left_by_rejection(log_r, kept, config)
     if config.rollout_rs is not None:
         metrics |= _rejection_metrics(kept, left)
     return Correction(weights, torch.where(left, response_mask, torch.zeros_like(response_mask)), metrics)
 
 
-def importance_weights(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: Any) -> Tensor:
+def left_by_rejection(log_r: Tensor, kept: Tensor, config: Any) -> Tensor:
+    """(B, R) bool: the policy tokens that `rollout_rs` and `rollout_rs_threshold` leave, all of them where it is null.
+
+    Args:
+        log_r: (B, R) float32, clamped log ratios, 0 off the mask.
+        kept: (B, R) bool, the mask.
+        config: section `algorithm.rollout_correction`.
+    """
+    left = kept
+    for rule in rejections(config.rollout_rs, config.rollout_rs_threshold):
+        left = left & accepted(log_r, kept, rule)
+    return left
+
+
+def importance_weights(log_r: Tensor, kept: Tensor, config: Any) -> Tensor:
     """(B, R) float32 bounded ratios as `rollout_is` and `rollout_is_threshold` say, not normalised; 0 off the mask."""
-    kept = response_mask.bool()
-    ratios = importance_ratios(log_ratio(log_prob, rollout_log_prob, kept), kept, config.rollout_is)
-    return bounded(ratios, importance_bounds(config.rollout_is_threshold))
+    return bounded(importance_ratios(log_r, kept, config.rollout_is), importance_bounds(config.rollout_is_threshold))
 
 
 def importance_ratios(log_r: Tensor, kept: Tensor, level: str) -> Tensor:
@@ -86,10 +96,12 @@ def bounded(ratios: Tensor, bounds: Bounds) -> Tensor:
     return torch.where((ratios >= bounds.low) & (ratios <= bounds.high), ratios, 0)
 
 
-def batch_normalized(weights: Tensor, kept: Tensor, level: str) -> Tensor:
-    """Divided by their mean over the batch, of tokens or (`sequence`) of responses, so that the mean is 1."""
-    mean = masked_mean(*_one_each(weights, kept, level))
-    return weights if mean == 0 else weights / mean
+def batch_mean(weights: Tensor, kept: Tensor, level: str) -> float:
+    """What `rollout_is_batch_normalize` divides weights by: their mean over tokens or (`sequence`) responses.
+
+    1 where all of them are 0.
+    """
+    return masked_mean(*_one_each(weights, kept, level)).item() or 1.0
 
 
 def accepted(log_r: Tensor, kept: Tensor, rule: Rejection) -> Tensor:

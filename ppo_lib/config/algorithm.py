@@ -31,13 +31,13 @@ class RolloutCorrectionConfig(ConfigModel):
     rollout_is_threshold: float | str = 2.0
     """Largest weight; or `lo_hi` (such as 0.5_5.0), and weights outside are 0."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the batch."""
+    """Divide the weights by their mean over the batch; in bypass mode over the mini-batch."""
     rollout_rs: str | None = None
     """Leave out what is too far: {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, several separated by commas."""
     rollout_rs_threshold: float | str | None = None
     """Bounds, one or one for each: of the ratio for k1 (`lo_hi`, or h for 1/h to h), the largest for k2 and k3."""
     bypass_mode: bool = False
-    """Take the rollout's log-probs as the old ones, and save the pass that computes them."""
+    """Take the rollout's log-probs as the old ones, and save the pass that computes them; correct in the update."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """The policy loss of bypass mode, where `policy_loss.loss_mode` is vanilla."""
 

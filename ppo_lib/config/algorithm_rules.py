@@ -57,16 +57,6 @@ def _bypass(config: PPOConfig) -> Iterator[str]:
         )
     if not correction.bypass_mode:
         return
-    if correction.rollout_rs is not None:
-        yield (
-            f"{_CORRECTION}.bypass_mode=true takes the rollout's log-probs as the old ones, so nothing is known to"
-            f" reject by rollout_rs={correction.rollout_rs}; set bypass_mode=false, or leave rollout_rs out"
-        )
-    if correction.rollout_is_batch_normalize and correction.rollout_is is not None:
-        yield (
-            f"{_CORRECTION}.rollout_is_batch_normalize=true needs the weights of the whole batch before the update,"
-            " which bypass_mode does not compute; set bypass_mode=false or rollout_is_batch_normalize=false"
-        )
     if need_sum_pi_squared(config):
         wanted = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
         if not estimator_reads(config, "sum_pi_squared"):

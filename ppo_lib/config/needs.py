@@ -43,7 +43,7 @@ def need_sum_pi_squared(config: PPOConfig) -> bool:
 
 
 def corrects_rollouts(config: PPOConfig) -> bool:
-    """Whether rollouts are weighed or rejected by the trainer's own log-probs."""
+    """Whether rollouts are weighed or rejected before the update, by the trainer's own log-probs."""
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode and (correction.rollout_is is not None or correction.rollout_rs is not None)
 

@@ -218,7 +218,8 @@ class PPOStages:
     def _compute_advantage(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Write `token_level_rewards`, `advantages`, `returns` on the driver; metrics of KL and rollout correction.
 
-        What rollout correction rejects leaves `response_mask`, and with it every loss and its denominators.
+        What rollout correction rejects leaves `response_mask`, and with it every loss and its denominators. In bypass
+        mode the actor's update corrects.
         """
         algorithm, metrics, left = self.config.algorithm, {}, None
         if algorithm.use_kl_in_reward:

@@ -20,8 +20,8 @@ from ppo_lib.workers.distributed import build_mesh, ensure_process_group
 from ppo_lib.workers.fsdp_engine import FSDPEngine
 from ppo_lib.workers.loading import build_engine, load_policy
 from ppo_lib.workers.lora import adapter_off, is_adapter
-from ppo_lib.workers.losses import of_mini_batch, policy_loss
-from ppo_lib.workers.metrics import gpu_memory_metrics
+from ppo_lib.workers.losses import observe_correction, of_mini_batch, policy_loss
+from ppo_lib.workers.metrics import StepMetrics, gpu_memory_metrics
 from ppo_lib.workers.packing import MicroBatching, PackedRows
 from ppo_lib.workers.training_worker import Forward, TrainingWorker
 from protocol import tensordict_utils as tu
@@ -40,7 +40,8 @@ class ActorRolloutRefWorker(Worker):
         role: "actor", "actor_rollout", "ref" or "actor_rollout_ref".
         device_name: "cpu" or "cuda".
         total_optimizer_steps: of the whole run, for learning-rate schedules.
-        rollout_correction: section `algorithm.rollout_correction`, which chooses the loss in bypass mode; None is none.
+        rollout_correction: section `algorithm.rollout_correction`, which in bypass mode chooses the loss and is applied
+            in the update; None is none.
     """
 
     def __init__(
@@ -112,13 +113,13 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: TensorDict) -> dict[str, float]:
-        """Take the optimizer steps of one batch; metrics under `actor/`.
+        """Take the optimizer steps of one batch; metrics under `actor/`, and in bypass mode `rollout_corr/`.
 
         Columns besides those of `TrainingWorker.train`: `advantages`, and optionally `old_log_probs`, `ref_log_prob`,
         `rollout_is_weights`. The entropy is measured where the loss needs it, the config or the batch's
         `calculate_entropy` asks for it, or there are no `old_log_probs`, so that this is the only pass over the rows.
         """
-        config = self.config.actor
+        config, corrected = self.config.actor, StepMetrics()
         optional = [name for name in ("old_log_probs", "rollout_is_weights") if name in data.keys()]  # noqa: SIM118
         metrics = self.actor.train(
             data,
@@ -137,12 +138,13 @@ class ActorRolloutRefWorker(Worker):
             ),
             horizon=config.loss_scale_factor or self.config.rollout.response_length,
             of_mini_batch=self._of_mini_batch,
+            observe=observe_correction(config, self.rollout_correction, corrected),
             epochs=config.ppo_epochs,
             shuffle_seed=shuffle_seed(config, data),
         )
         if config.use_kl_loss:
             metrics.add("last", {"kl_coef": config.kl_loss_coef})
-        return metrics.reduce("actor") | gpu_memory_metrics(self.actor.engine.device)
+        return metrics.reduce("actor") | corrected.reduce() | gpu_memory_metrics(self.actor.engine.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def performance(self) -> dict[str, dict[str, float]]:

@@ -35,9 +35,9 @@ class StepMetrics:
                 raise ValueError(f"metric {name!r} is a {declared} over the steps; it cannot be a {reduction} too")
             collected.append(value)
 
-    def reduce(self, prefix: str) -> dict[str, float]:
+    def reduce(self, prefix: str | None = None) -> dict[str, float]:
         """The collected metrics, their names under `prefix`."""
         return {
-            f"{prefix}/{name}": float(REDUCTIONS[reduction](values))
+            name if prefix is None else f"{prefix}/{name}": float(REDUCTIONS[reduction](values))
             for name, (reduction, values) in self._collected.items()
         }

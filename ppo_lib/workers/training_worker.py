@@ -6,7 +6,8 @@ or over ranks: a loss is a sum of contributions, each already divided by the den
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from ppo_lib.workers.metrics import StepMetrics
 from ppo_lib.workers.packing import JaggedRows, MicroBatching, PackedRows, filler_rows, pack_rows, plan_micro_batches
 from ppo_lib.workers.performance import Arithmetic, Meter
 
-__all__ = ["Forward", "LossFunction", "OfMiniBatch", "TrainingWorker"]
+__all__ = ["Forward", "LossFunction", "Observe", "OfMiniBatch", "Tokens", "TrainingWorker"]
 
 Forward: TypeAlias = Callable[[nn.Module, PackedRows], dict[str, torch.Tensor]]
 """(root module, packed rows) -> flat (M) results for their response tokens."""
@@ -30,12 +31,26 @@ LossFunction: TypeAlias = Callable[
     [dict[str, torch.Tensor], dict[str, torch.Tensor], Denominators, Any], tuple[torch.Tensor, dict[str, Any]]
 ]
 """(outputs (b, r), columns (b, r), denominators, found) -> (loss, metrics), all contributions to their mini-batch; a
-metric may also be a `Metric`, which says itself how it is reduced.
+metric may also be a `Metric`, which says itself how it is reduced. `found` is what `OfMiniBatch` returned for the
+mini-batch, None without one."""
 
-`found` is what `OfMiniBatch` returned for it, and None where there is no such function or one call has it all."""
-OfMiniBatch: TypeAlias = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
-"""(outputs (N,), columns (N,)) of all tokens of a mini-batch with response_mask 1, over all ranks -> what a loss has to
-know of all of it."""
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens of a mini-batch with response_mask 1, over all ranks, row by row: the same on every rank."""
+
+    outputs: dict[str, torch.Tensor]
+    """What the model gave for them, (N,) each, without gradient."""
+    columns: dict[str, torch.Tensor]
+    """What came with them, (N,) each."""
+    lengths: torch.Tensor
+    """How many of them each row has, (rows,) int64."""
+
+
+OfMiniBatch: TypeAlias = Callable[[Tokens, Denominators], tuple[Any, Denominators]]
+"""Before the losses of a mini-batch are taken: what a loss has to know of all of it, and what to divide by then."""
+Observe: TypeAlias = Callable[[Tokens], None]
+"""After the step of a mini-batch: to measure its tokens, as they were for the losses."""
 
 
 _OVER_RANKS: dict[Reduction, Any] = {
@@ -45,6 +60,20 @@ _OVER_RANKS: dict[Reduction, Any] = {
     "min": dist.ReduceOp.MIN,
     "last": None,
 }
+
+
+MicroBatch: TypeAlias = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Outputs and columns of some rows, (b, r) each."""
+
+
+@dataclass(frozen=True)
+class MiniBatchResult:
+    """What one mini-batch came to."""
+
+    metrics: dict[str, Metric]
+    report: StepReport
+    learns: bool
+    """Whether it had a token to learn from."""
 
 
 class TrainingWorker:
@@ -97,6 +126,7 @@ class TrainingWorker:
         *,
         horizon: float | None,
         of_mini_batch: OfMiniBatch | None = None,
+        observe: Observe | None = None,
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> StepMetrics:
@@ -112,12 +142,14 @@ class TrainingWorker:
             horizon: constant length that `seq-mean-token-sum-norm` divides by.
             of_mini_batch: what the loss has to find out from a whole mini-batch. It costs a forward pass more, but for
                 mini-batches that are one micro-batch on one rank.
+            observe: sees the tokens of each mini-batch.
             epochs: passes over the mini-batches.
             shuffle_seed: visit them in an order drawn from this seed, anew each epoch; None in ascending order.
 
         Returns:
-            The loss's metrics and `grad_norm` averaged over the steps, `lr` of the last one, and how many steps were
-            left out because their gradient was not finite (`nonfinite_grad_steps`).
+            The loss's metrics and `grad_norm` averaged over the mini-batches that have a token to learn from (zeros if
+            none has), `lr` of the last one, how many have none (`empty_mini_batches`), and how many steps were left
+            out because their gradient was not finite (`nonfinite_grad_steps`).
         """
         batch = JaggedRows(data)
         flat = {name: batch.column(name) for name in ["response_mask", *columns]}
@@ -126,22 +158,19 @@ class TrainingWorker:
         members = _members(batch, batch.need("mini_batch").tolist(), len(tokens), flat["response_mask"])
         plans = self._plan(members, batch, size)
 
-        metrics = StepMetrics()
+        results: list[MiniBatchResult] = []
         generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
         with self.meter.measuring("train"), self.engine.training() as module:
             for _ in range(epochs):
                 order = range(len(plans)) if generator is None else torch.randperm(len(plans), generator=generator)
                 for k in map(int, order):
-                    denominators = Denominators(tokens[k], seqs[k], horizon)
-                    contributions, report = self.train_mini_batch(
-                        module, batch, plans[k], flat, forward, loss_fn, denominators, of_mini_batch
+                    whole = Denominators(tokens[k], seqs[k], horizon)
+                    results.append(
+                        self.train_mini_batch(
+                            module, batch, plans[k], flat, forward, loss_fn, whole, of_mini_batch, observe
+                        )
                     )
-                    for name, metric in contributions.items():
-                        metrics.add(metric.reduction, {name: metric.value})
-                    metrics.add("mean", {"grad_norm": report.grad_norm})
-                    metrics.add("last", {"lr": report.lr})
-                    metrics.add("sum", {"nonfinite_grad_steps": float(report.skipped)})
-        return metrics
+        return _step_metrics(results)
 
     def train_mini_batch(
         self,
@@ -153,24 +182,37 @@ class TrainingWorker:
         loss_fn: LossFunction,
         denominators: Denominators,
         of_mini_batch: OfMiniBatch | None = None,
-    ) -> tuple[dict[str, Metric], StepReport]:
+        observe: Observe | None = None,
+    ) -> MiniBatchResult:
         """One optimizer step; the metrics it returns are those of the whole mini-batch, over all ranks."""
         engine, found = self.engine, None
-        if of_mini_batch is not None and (len(plan) > 1 or dist.get_world_size() > 1):
-            found = of_mini_batch(*self._whole_mini_batch(module, batch, plan, flat, forward))
+
+        def passes() -> Iterator[MicroBatch]:
+            return (self._micro_batch(module, batch, rows, flat, forward) for rows in plan)
+
+        alone = len(plan) == 1 and dist.get_world_size() == 1  # then one pass serves for looking and for training
+        training = list(passes()) if alone else passes()
+        if of_mini_batch is not None:
+            with torch.no_grad():
+                found, denominators = of_mini_batch(_whole(map(_kept, training if alone else passes())), denominators)
+        seen: list[Tokens] = []
         total: dict[str, Metric] = {}
-        for index, rows in enumerate(plan):
-            padded, given = self._micro_batch(module, batch, rows, flat, forward)
-            loss, metrics = loss_fn(padded, given, denominators, found)
+        for index, (rows, (outputs, given)) in enumerate(zip(plan, training)):
+            loss, metrics = loss_fn(outputs, given, denominators, found)
             engine.backward(loss, last=index == len(plan) - 1)
+            if observe is not None:
+                seen.append(_kept((outputs, given)))
             for name, value in metrics.items():
                 part = Metric.of(value) if rows else Metric.of(value).of_nothing()
                 total[name] = total[name].with_part(part) if name in total else part
-        return self._over_ranks(total), engine.step(apply=denominators.num_tokens > 0)
+        if observe is not None:
+            observe(_whole(seen))
+        learns = denominators.num_tokens > 0
+        return MiniBatchResult(self._over_ranks(total), engine.step(apply=learns), learns)
 
     def _micro_batch(
         self, module: nn.Module, batch: JaggedRows, rows: list[int], flat: dict[str, torch.Tensor], forward: Forward
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> MicroBatch:
         """Outputs and columns of some rows, (b, r) each.
 
         Without rows it is a filler: its columns are all zero, its mask too, so that it contributes an exact zero.
@@ -183,24 +225,6 @@ class TrainingWorker:
             outputs = forward(module, packed)
         padded = {name: packed.to_rows(values) for name, values in outputs.items()}
         return padded, {name: packed.gather(x) if rows else _blank(packed, x) for name, x in flat.items()}
-
-    def _whole_mini_batch(
-        self,
-        module: nn.Module,
-        batch: JaggedRows,
-        plan: list[list[int]],
-        flat: dict[str, torch.Tensor],
-        forward: Forward,
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Outputs before the step and columns, (N,) each, of the mini-batch's tokens that count, over all ranks."""
-        parts: list[dict[str, torch.Tensor]] = []
-        with torch.no_grad():
-            for rows in plan:
-                padded, given = self._micro_batch(module, batch, rows, flat, forward)
-                kept = given["response_mask"].bool()
-                parts.append({name: values[kept] for name, values in (padded | given).items()})
-        whole = {name: _gathered(torch.cat([part[name] for part in parts])) for name in parts[0]}
-        return {name: x for name, x in whole.items() if name not in flat}, {name: whole[name] for name in flat}
 
     def _over_ranks(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """The same over all ranks; of reduction `last` is what this rank has."""
@@ -246,6 +270,45 @@ def _members(batch: JaggedRows, mini_batch: list[int], count: int, mask: torch.T
         if kept[row]:
             members[k].append(row)
     return members
+
+
+def _step_metrics(results: list[MiniBatchResult]) -> StepMetrics:
+    """The metrics of a call; mini-batches without a token to learn from are in no mean, unless there are no others."""
+    metrics = StepMetrics()
+    for result in [result for result in results if result.learns] or results:
+        for name, metric in result.metrics.items():
+            metrics.add(metric.reduction, {name: metric.value})
+        metrics.add("mean", {"grad_norm": result.report.grad_norm})
+    for result in results:
+        metrics.add("last", {"lr": result.report.lr})
+        metrics.add("sum", {"nonfinite_grad_steps": float(result.report.skipped)})
+        metrics.add("sum", {"empty_mini_batches": float(not result.learns)})
+    return metrics
+
+
+def _kept(micro_batch: MicroBatch) -> Tokens:
+    """The tokens of a micro-batch that count."""
+    outputs, given = micro_batch
+    kept = given["response_mask"].bool()
+    return Tokens(
+        {name: values.detach()[kept] for name, values in outputs.items()},
+        {name: values[kept] for name, values in given.items()},
+        kept.sum(dim=1),
+    )
+
+
+def _whole(parts: Iterable[Tokens]) -> Tokens:
+    """The tokens of all micro-batches, over all ranks."""
+    parts = list(parts)
+
+    def joined(columns: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: _gathered(torch.cat([part[name] for part in columns])) for name in columns[0]}
+
+    return Tokens(
+        joined([part.outputs for part in parts]),
+        joined([part.columns for part in parts]),
+        _gathered(torch.cat([part.lengths for part in parts])),
+    )
 
 
 def _gathered(values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from runs import GRPO, tiny_trainer
+from runs import GRPO, run, tiny_trainer
 from test_exactness import assert_same, train, varied
 
 from ppo_lib.config import load_config, need_old_log_probs
@@ -147,6 +147,10 @@ def test_a_mini_batch_emptied_by_rejection_takes_no_step(tmp_path):
     assert counts[:6] == [0] * 6
     assert all(counts[6:])
     assert metrics["actor/grad_norm"] > 0  # of the second mini-batch: the first had nothing to learn from
+    assert metrics["actor/empty_mini_batches"] == 1
+    kept = batches["adv"].batch["response_mask"].bool()
+    mean = batches["adv"].batch["advantages"][kept].mean()
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(mean), abs=1e-5)  # not half of it
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -181,13 +185,105 @@ def perturbed(recorded):
 def test_bypass_mode_takes_the_rollouts_log_probs_and_saves_the_pass(tmp_path):
     config = load_config(overrides=[*GRPO, *BYPASS, "actor_rollout_ref.rollout.n=2"])
     assert not need_old_log_probs(config)
-    batches, metrics = step(tmp_path, *GRPO, *BYPASS, edit=shift((0, 0, 0.5)))
+    one_step = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    batches, metrics = step(tmp_path, *GRPO, *BYPASS, one_step, edit=shift((0, 0, 0.5)))
     batch = batches["old_log_prob"].batch
     kept = batch["response_mask"].bool()
     assert torch.equal(batch["old_log_probs"][kept], batch["rollout_log_probs"][kept])
     assert metrics["actor/entropy"] > 0  # measured by the update, since no pass came before it
     assert metrics["actor/ppo_kl"] != 0
-    assert not any(name.startswith("rollout_corr/") for name in metrics)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-0.5 / float(kept.sum()), abs=1e-5)
+    assert "rollout_corr/rollout_is_mean" not in metrics
+    assert "rollout_corr/rollout_rs_masked_fraction" not in metrics
+
+
+REJECTING = (
+    *BYPASS,
+    "actor_rollout_ref.actor.use_kl_loss=false",
+    "algorithm.rollout_correction.rollout_rs='token_k1,seq_mean_k3'",
+    "algorithm.rollout_correction.rollout_rs_threshold='1.5,0.05'",
+)
+WEIGHING = (
+    *REJECTING,
+    "algorithm.rollout_correction.loss_type=reinforce",
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_is_batch_normalize=true",
+)
+
+
+def test_bypass_mode_rejects_in_the_update_and_divides_by_what_is_left(tmp_path):
+    one_step = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    rules = (
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
+    )
+    batches, metrics = step(tmp_path, *GRPO, *BYPASS, one_step, *rules, edit=shift((0, 0, 1.0), (5, 1, 1.0)))
+    mask, advantages = batches["adv"].batch["response_mask"].bool(), batches["adv"].batch["advantages"]
+    tokens = int(mask.sum())
+    left = mask.clone()
+    left[0, 0] = left[5, 1] = False
+    # the ratio of what is left is 1: the loss is minus the mean advantage
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(advantages[left].mean()), abs=1e-5)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / tokens)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-2 / tokens, abs=1e-5)
+
+
+def test_a_mini_batch_that_bypass_mode_rejects_takes_no_step(tmp_path):
+    def off(batch):
+        batch["rollout_log_probs"] -= 1.0
+
+    rules = (
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
+    )
+    trainer = tiny_trainer(tmp_path, "trainer.total_training_steps=1", *GRPO, *BYPASS, *rules, reward_fn=varied)
+    try:
+        trainer.init_workers()
+        before = trainer.actor_rollout_wg.get_fingerprint()
+        trainer.checkpoint_manager.update_weights(0)
+        real = trainer.async_rollout_manager.generate_sequences
+        trainer.async_rollout_manager.generate_sequences = lambda gen_batch: edited(real(gen_batch), off)
+        *_, (_, _, metrics) = trainer.step_through(next(iter(trainer.train_dataloader)))
+        assert trainer.actor_rollout_wg.get_fingerprint() == before
+    finally:
+        trainer.close()
+    assert metrics["actor/empty_mini_batches"] == 2
+    assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1
+
+
+def test_a_run_in_bypass_mode_corrects_to_the_end_and_reports_it(tmp_path):
+    lines = run(tmp_path, *GRPO, *WEIGHING, reward_fn=varied)
+    assert len(lines) == 2
+    names = ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "chi2_token", "chi2_seq")
+    weights = ("mean", "max", "min", "std", "eff_sample_size", "bounded_fraction")
+    expected = {*names, *(f"rollout_is_{name}" for name in weights)}
+    expected |= {"rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction"}
+    for line in lines:
+        reported = {name: value for name, value in line.items() if name.startswith("rollout_corr/")}
+        assert reported.keys() == {f"rollout_corr/{name}" for name in expected}
+        assert all(math.isfinite(value) for value in reported.values())
+        assert reported["rollout_corr/rollout_is_max"] > 1 > reported["rollout_corr/rollout_is_min"]  # the second step
+
+
+@pytest.mark.parametrize("settings", [REJECTING, WEIGHING], ids=["ppo_clip", "reinforce"])
+def test_micro_batches_do_not_change_the_numbers_of_bypass_mode(tmp_path, settings):
+    _, recorded = train(tmp_path / "generates", *GRPO, steps=2)
+    recorded = perturbed(recorded)
+    expected, _ = train(tmp_path / "packed", *GRPO, *settings, recorded=recorded, steps=2)
+    size = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    found, _ = train(tmp_path / "micro", *GRPO, *settings, size, recorded=recorded, steps=2)
+    assert_same(found, expected, steps=2)
+
+
+def test_two_ranks_over_ray_give_the_numbers_of_bypass_mode_on_one(tmp_path, ray_cluster):
+    _, recorded = train(tmp_path / "generates", *GRPO, steps=2)
+    recorded = perturbed(recorded)
+    expected, _ = train(tmp_path / "local", *GRPO, *WEIGHING, recorded=recorded, steps=2, first=1)
+    ray = ("trainer.worker_group=ray", "trainer.n_gpus_per_node=2")
+    found, _ = train(tmp_path / "two", *GRPO, *WEIGHING, *ray, recorded=recorded, steps=2, first=1)
+    assert_same(found, expected, steps=2)
 
 
 def test_reinforce_in_bypass_mode_is_weighed_by_the_policy_over_the_rollout(tmp_path):
@@ -239,22 +335,6 @@ def test_an_estimator_gets_the_sum_of_squared_probabilities_it_reads(tmp_path):
             "set actor_rollout_ref.rollout.calculate_log_probs=true",
         ),
         ([*BYPASS, "actor_rollout_ref.rollout.calculate_log_probs=false"], "bypass_mode=true compares"),
-        (
-            [
-                *BYPASS,
-                "algorithm.rollout_correction.rollout_rs=token_k1",
-                "algorithm.rollout_correction.rollout_rs_threshold=2",
-            ],
-            "nothing is known to reject",
-        ),
-        (
-            [
-                *BYPASS,
-                "algorithm.rollout_correction.rollout_is=token",
-                "algorithm.rollout_correction.rollout_is_batch_normalize=true",
-            ],
-            "rollout_is_batch_normalize=false",
-        ),
         ([*BYPASS, "algorithm.adv_estimator=optimal_token_baseline"], "needs the pass over the old log-probs"),
         ([*BYPASS, "actor_rollout_ref.actor.calculate_sum_pi_squared=true"], "calculate_sum_pi_squared=true needs"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=reinforce"], "bypass_mode=true, or loss_mode=vanilla"),

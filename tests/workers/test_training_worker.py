@@ -159,6 +159,20 @@ def test_mini_batch_without_weight_moves_nothing_and_reports_zero(tiny_model: st
     metrics = actor.update_actor(with_old(actor, worker_batch(batch, mini_batches=1)))
     assert actor.get_fingerprint() == before
     assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
+    assert metrics["actor/empty_mini_batches"] == 1
+
+
+def test_mini_batch_without_weight_is_in_no_mean(tiny_model: str) -> None:
+    batch = padded_batch(8)
+    batch["response_mask"][1::2] = 0  # the whole of the second mini-batch
+    both, alone = (
+        new_actor(config(tiny_model), role="actor").update_actor(worker_batch(rows, mini_batches))
+        for rows, mini_batches in ((batch, 2), ({name: column[::2] for name, column in batch.items()}, 1))
+    )
+    assert both.pop("actor/empty_mini_batches") == 1
+    assert alone.pop("actor/empty_mini_batches") == 0
+    assert both.pop("actor/lr") == alone.pop("actor/lr") == 1e-2
+    assert both == pytest.approx(alone, rel=1e-5, abs=1e-7)
 
 
 def test_gradient_that_is_not_finite_is_left_out_and_counted(tiny_model: str) -> None:

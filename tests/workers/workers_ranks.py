@@ -45,6 +45,16 @@ def train_both(rank: int, world_size: int, cfg: Any, steps: int = 2, rows: int =
     return {"metrics": history, "actor": actor.full_state_dict(), "critic": critic.full_state_dict()}
 
 
+def train_off_policy(rank: int, world_size: int, cfg: Any, steps: int = 2) -> dict[str, Any]:
+    """Some steps of the actor against log-probs that are not its own; metrics of each, and the final parameters."""
+    actor, history = new_actor(cfg, "actor"), []
+    for step in range(steps):
+        history.append(
+            actor.update_actor(with_old(actor, shard(worker_batch(padded_batch(8, seed=step)), rank, world_size)))
+        )
+    return {"metrics": history, "actor": actor.full_state_dict()}
+
+
 def uneven(rank: int, world_size: int, cfg: Any) -> dict[str, Any]:
     """Mini-batch 0 lies on rank 0 alone, mini-batch 1 on rank 1 but for a row; one row carries no weight."""
     actor, critic = new_actor(cfg, "actor"), new_critic(cfg)

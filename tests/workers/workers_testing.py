@@ -121,7 +121,12 @@ def worker_batch(padded: dict[str, torch.Tensor], mini_batches: int = 2, **setti
 
 
 def new_actor(cfg: Any, role: str = "actor_rollout_ref", steps: int = 100) -> ActorRolloutRefWorker:
-    worker = ActorRolloutRefWorker(cfg.actor_rollout_ref, role, total_optimizer_steps=steps)
+    worker = ActorRolloutRefWorker(
+        cfg.actor_rollout_ref,
+        role,
+        total_optimizer_steps=steps,
+        rollout_correction=cfg.algorithm.rollout_correction,
+    )
     worker.init_model()
     return worker
 

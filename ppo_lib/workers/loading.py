@@ -68,10 +68,40 @@ def build_engine(
     adapted = optim is not None and uses_lora(model)  # a frozen model is the base
     precision = Precision.of(fsdp.dtype, device)
     fused = device.type == "cpu" and precision.param_dtype is None
-    reads = dist.get_rank() == 0
+    reads, ranks = dist.get_rank() == 0, dist.get_world_size()
+    module = _on_every_rank(load, model, fsdp, fused=fused, adapted=adapted)
+    module.to(parse_dtype(fsdp.model_dtype))
+    if model.enable_gradient_checkpointing and optim is not None:
+        module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    if fsdp.use_torch_compile and device.type != "cpu":
+        compile_blocks(_blocks(module.model))
+    elif fsdp.use_torch_compile and reads:
+        logger.warning("use_torch_compile changes nothing on a CPU, where compiled code is no faster")
+
+    whole = dict(module.named_parameters()) if reads and ranks > 1 else {}
+    whole = {name: parameter.detach() for name, parameter in whole.items()}
+    shard_module(module, _blocks(module.model), mesh, fsdp, precision)
+    if ranks > 1:
+        _spread(module, whole, fsdp, device, reads)
+    return FSDPEngine(
+        module,
+        config=fsdp,
+        device=device,
+        mesh=mesh,
+        precision=precision,
+        optim=optim,
+        total_optimizer_steps=total_optimizer_steps,
+    )
+
+
+def _on_every_rank(
+    load: Callable[[Any, Any, bool], PolicyModule | ValueModule], model: Any, fsdp: Any, *, fused: bool, adapted: bool
+) -> PolicyModule | ValueModule:
+    """The module: with its values, and checked, on rank 0, without memory on the others. All ranks raise together."""
     module, error = None, None
     try:
-        if reads:
+        if dist.get_rank() == 0:
             module = load(model, fsdp, False)
             check_packing(module, fused=fused)
             if adapted:
@@ -85,29 +115,7 @@ def build_engine(
             fuse_layers(module.model)
         if adapted:
             attach_adapter(module.model, model, getattr(module, "head", None), seed=fsdp.seed, empty=True)
-    module.to(parse_dtype(fsdp.model_dtype))
-    if model.enable_gradient_checkpointing and optim is not None:
-        module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    if fsdp.use_torch_compile and device.type != "cpu":
-        compile_blocks(_blocks(module.model))
-    elif fsdp.use_torch_compile and reads:
-        logger.warning("use_torch_compile changes nothing on a CPU, where compiled code is no faster")
-
-    whole = dict(module.named_parameters()) if reads and dist.get_world_size() > 1 else {}
-    whole = {name: parameter.detach() for name, parameter in whole.items()}
-    shard_module(module, _blocks(module.model), mesh, fsdp, precision)
-    if dist.get_world_size() > 1:
-        _spread(module, whole, fsdp, device, reads)
-    return FSDPEngine(
-        module,
-        config=fsdp,
-        device=device,
-        mesh=mesh,
-        precision=precision,
-        optim=optim,
-        total_optimizer_steps=total_optimizer_steps,
-    )
+    return module
 
 
 def load_policy(model: Any, fsdp: Any, empty: bool) -> PolicyModule:

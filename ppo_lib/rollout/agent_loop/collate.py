@@ -41,6 +41,31 @@ def collate(
         raise RolloutError(f"{len(samples)} samples came back for the {len(gen_batch)} rows of the batch")
     for sample in samples:
         _check(sample, response_length)
+    tensors = _tensors(samples, gen_batch, response_length, pad_token_id)
+    extra: dict[str, np.ndarray] = {}
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if rewards:
+        tensors["rm_scores"] = place_scores([reward.score for reward in rewards], tensors["response_mask"])
+        extra = columns_of([reward.extra for reward in rewards])
+    return DataProto.from_dict(
+        tensors=tensors,
+        non_tensors={
+            "__num_turns__": np.array([sample.num_turns for sample in samples], dtype=np.int32),
+            "finish_reason": np.array([sample.finish_reason for sample in samples], dtype=object),
+            **extra,
+        },
+        meta_info={
+            "timing": _timing(samples, tensors_of(gen_batch, "attention_mask")["attention_mask"]),
+            "reward_extra_keys": list(extra),
+            "rollout_stats": _stats(samples),
+        },
+    )
+
+
+def _tensors(
+    samples: Sequence[AgentLoopOutput], gen_batch: DataProto, response_length: int, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Everything but the scores; the samples are in the order of the batch."""
     batch = tensors_of(gen_batch, "input_ids", "attention_mask", "position_ids")
     prompts, attention, positions = batch["input_ids"], batch["attention_mask"], batch["position_ids"]
     responses = _rows([s.response_ids for s in samples], response_length, torch.int64, pad_token_id)
@@ -62,24 +87,7 @@ def collate(
     log_probs = [sample.log_probs for sample in samples]
     if all(row is not None for row in log_probs):
         tensors["rollout_log_probs"] = _rows(log_probs, response_length, torch.float32)
-    extra: dict[str, np.ndarray] = {}
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    if rewards:
-        tensors["rm_scores"] = place_scores([reward.score for reward in rewards], response_mask)
-        extra = columns_of([reward.extra for reward in rewards])
-    return DataProto.from_dict(
-        tensors=tensors,
-        non_tensors={
-            "__num_turns__": np.array([sample.num_turns for sample in samples], dtype=np.int32),
-            "finish_reason": np.array([sample.finish_reason for sample in samples], dtype=object),
-            **extra,
-        },
-        meta_info={
-            "timing": _timing(samples, attention),
-            "reward_extra_keys": list(extra),
-            "rollout_stats": _stats(samples),
-        },
-    )
+    return tensors
 
 
 def _check(sample: AgentLoopOutput, response_length: int) -> None:

@@ -71,7 +71,6 @@ def engine_arguments(
         ConfigError: See `check_rollout`; or the model's configuration lies elsewhere.
     """
     rollout = config.rollout
-    passed = dict(rollout.engine_kwargs.sglang)
     check_rollout(rollout, device)
     if config.model.hf_config_path not in (None, config.model.path, model_path):
         raise ConfigError(
@@ -99,22 +98,28 @@ def engine_arguments(
         arguments["tokenizer_path"] = tokenizer_path
     if config.model.override_config:
         arguments["json_model_override_args"] = json.dumps(dict(config.model.override_config))
-    if device == "cpu":
-        # Unless told, SGLang sizes its cache from the machine's whole memory.
-        enough = rollout.max_num_seqs * context
-        arguments |= {**_CPU, "max_total_tokens": min(enough, max(_CPU_CACHE_TOKENS, context))}
-        if passed.get("enable_deterministic_inference"):
-            # The choice is checked against backends with deterministic kernels, then these two are what runs.
-            arguments |= {"attention_backend": "triton"} | {
-                f"{part}_attention_backend": "torch_native" for part in ("prefill", "decode")
-            }
-    else:
-        arguments |= {
-            "mem_fraction_static": rollout.gpu_memory_utilization,
-            "disable_cuda_graph": rollout.enforce_eager,
-            "enable_memory_saver": rollout.free_cache_engine,
+    arguments |= _of_cpu(rollout, context) if device == "cpu" else _of_cuda(rollout)
+    return {**arguments, **rollout.engine_kwargs.sglang}
+
+
+def _of_cpu(rollout: RolloutConfig, context: int) -> dict[str, Any]:
+    # Unless told, SGLang sizes its cache from the machine's whole memory.
+    enough = rollout.max_num_seqs * context
+    arguments = {**_CPU, "max_total_tokens": min(enough, max(_CPU_CACHE_TOKENS, context))}
+    if rollout.engine_kwargs.sglang.get("enable_deterministic_inference"):
+        # The choice is checked against backends with deterministic kernels, then these two are what runs.
+        arguments |= {"attention_backend": "triton"} | {
+            f"{part}_attention_backend": "torch_native" for part in ("prefill", "decode")
         }
-    return {**arguments, **passed}
+    return arguments
+
+
+def _of_cuda(rollout: RolloutConfig) -> dict[str, Any]:
+    return {
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "disable_cuda_graph": rollout.enforce_eager,
+        "enable_memory_saver": rollout.free_cache_engine,
+    }
 
 
 def check_ports(arguments: dict[str, Any]) -> None:

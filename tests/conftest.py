@@ -8,9 +8,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # The models of the tests are tiny: threads would only wait for one another. Before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,16 @@ def row_blocks(mask: Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tup
     Without rows there is one block, without rows. The zeros and ones lie in the same memory each time: use them, or
     write over them, before the next block.
     """
-    rows, width = mask.shape
-    height = max(1, _ELEMENTS // max(width, 1))
-    memory = torch.empty((min(height, rows), width), dtype=dtype, device=mask.device)
+    rows, height = len(mask), _height(mask)
+    memory = torch.empty((min(height, rows), mask.shape[1]), dtype=dtype, device=mask.device)
     for start in range(0, max(rows, 1), height):
         block = slice(start, min(start + height, rows))
         yield block, torch.ne(mask[block], 0, out=memory[: block.stop - start])
+
+
+def _height(mask: Tensor) -> int:
+    """How many rows of a (B, R) tensor are a block."""
+    return max(1, _ELEMENTS // max(mask.shape[1], 1))
 
 
 def only_kept(x: Tensor, kept: Tensor) -> Tensor:
@@ -41,26 +45,27 @@ def only_kept(x: Tensor, kept: Tensor) -> Tensor:
 
 def row_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of each row of `x` (B, R) where the mask is 1, and over how many tokens; both (B,) float64."""
-    sums, counts = (torch.zeros(len(mask), dtype=torch.float64, device=mask.device) for _ in range(2))
     x = x.detach().float()
+    sums, counts = (torch.zeros(len(mask), dtype=torch.float32, device=mask.device) for _ in range(2))
     for block, kept in row_blocks(mask):
-        counts[block] = kept.sum(dim=1).double()
-        sums[block] = (x[block] * kept).sum(dim=1).double()
-        if bool(sums[block].isfinite().all()):
-            continue
-        chosen = only_kept(x[block], kept)  # without what stands behind the mask
-        sums[block] = chosen.sum(dim=1).double()
-        if not bool(sums[block].isfinite().all()):  # beyond float32
-            sums[block] = chosen.double().sum(dim=1)
-    return sums, counts
+        torch.sum(kept, dim=1, out=counts[block])
+        torch.sum(kept.mul_(x[block]), dim=1, out=sums[block])
+    sums = sums.double()
+    left = (~sums.isfinite()).nonzero().flatten()  # rows with something else behind the mask, or beyond float32
+    for block, kept in row_blocks(mask[left]) if len(left) else ():
+        chosen = only_kept(x[left[block]], kept)
+        exact = chosen.sum(dim=1).double()
+        sums[left[block]] = torch.where(exact.isfinite(), exact, chosen.double().sum(dim=1))
+    return sums, counts.double()
 
 
 def to_tokens(advantage: Tensor, mask: Tensor) -> Tensor:
     """Give each policy token its row's advantage, (B,) -> (B, R) float32; 0 off the mask."""
     advantage = to_float32(advantage)[:, None]
     tokens = torch.empty(mask.shape, dtype=torch.float32, device=mask.device)
-    for block, kept in row_blocks(mask):
-        torch.mul(advantage[block], kept, out=tokens[block])
+    height = _height(mask)
+    for rows, kept, out in zip(advantage.split(height), mask.split(height), tokens.split(height)):
+        torch.ne(kept, 0, out=out).mul_(rows)
     return tokens
 
 

@@ -232,6 +232,65 @@ def test_remax_compares_with_one_greedy_rollout_of_the_same_request(tmp_path, cl
     assert torch.equal(again.batch["responses"][rows[0]], again.batch["responses"][rows[1]])
 
 
+def of_the_batch(data):
+    """The scorer above as a function of the whole batch, in whose steps the greedy rows are scored with the rest."""
+    scores = torch.zeros(data.batch["responses"].shape)
+    digits = [int(rule["ground_truth"][0]) for rule in data.non_tensor_batch["reward_model"]]
+    varies = data.batch["responses"].sum(1) % 17 / 17
+    last = data.batch["response_mask"].sum(1) - 1
+    scores[torch.arange(len(data)), last] = torch.where(torch.tensor(digits) % 2 == 1, varies, 0.5)
+    return scores
+
+
+@pytest.mark.parametrize("reward_fn", [only_odd_digits_differ, of_the_batch])
+def test_remax_keeps_the_baselines_of_the_groups_that_a_filter_keeps(tmp_path, closing, reward_fn):
+    settings = ("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true", "data.gen_batch_size=3")
+    trainer = closing(tmp_path, *settings, "trainer.checks=true", reward_fn=reward_fn)
+    scored = []
+    trainer.init_workers()
+    real = trainer._scored
+
+    def recording(batch):
+        scored.append(copy.deepcopy(real(batch)))
+        return copy.deepcopy(scored[-1])
+
+    trainer._scored = recording
+    trainer.checkpoint_manager.update_weights(0)
+    stages = trainer.step_through(next(iter(trainer.train_dataloader)))
+    batches = {stage: (copy.deepcopy(batch), metrics) for stage, batch, metrics in stages}
+    greedy = [rows[rows.batch["greedy"]] for rows in scored if "greedy" in rows.tensor_keys()]
+    assert len(greedy) == batches["gen"][1]["train/num_gen_batches"] >= 2
+    baselines = {
+        uid: score
+        for rows in greedy
+        for uid, score in zip(rows.non_tensor_batch["uid"], rows.batch["rm_scores"].sum(1).tolist(), strict=True)
+    }
+    assert len(baselines) == 3 * len(greedy)
+    data = batches["adv"][0]
+    batch, uids = data.batch, data.non_tensor_batch["uid"]
+    assert len(batch) == 12
+    assert "greedy" not in data.tensor_keys()
+    assert batch["reward_baselines"].tolist() == [baselines[uid] for uid in uids]
+    assert batch["reward_baselines"].view(4, 3).std() > 0  # prompts have baselines of their own
+    scores, kept = batch["token_level_scores"].sum(1), batch["response_mask"].bool()
+    assert (scores.view(4, 3).std(dim=1) > 0).all()
+    torch.testing.assert_close(batch["advantages"], torch.where(kept, (scores - batch["reward_baselines"])[:, None], 0))
+
+
+def test_a_run_of_remax_with_a_filter_reaches_its_end_and_is_resumed(tmp_path):
+    settings = (
+        "algorithm.adv_estimator=remax",
+        "algorithm.filter_groups.enable=true",
+        "data.gen_batch_size=3",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=2",
+    )
+    whole = run(tmp_path, *settings, reward_fn=only_odd_digits_differ)
+    assert len(whole) == 3
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_2'}")
+    assert run(tmp_path, *settings, *resume, reward_fn=only_odd_digits_differ) == whole
+
+
 def again_batch(trainer):
     """A batch with its first prompt twice, as rows of different seeds."""
     trainer.checkpoint_manager.update_weights(1)

@@ -51,6 +51,13 @@ class CriticOptimConfig(OptimConfig):
     """Peak learning rate."""
 
 
+class WrapPolicyConfig(ConfigModel):
+    """Into which units FSDP2 divides a model."""
+
+    min_num_params: Annotated[int, Field(ge=0)] = 32_000_000
+    """A model of fewer parameters is one unit, gathered and reduced once a mini-batch; of others each layer is."""
+
+
 class FSDPConfig(ConfigModel):
     """How FSDP2 shards one model over its ranks."""
 
@@ -62,6 +69,8 @@ class FSDPConfig(ConfigModel):
     """Free gathered parameters after the forward pass and gather them again for the backward."""
     fsdp_size: Annotated[int, Field(ge=-1)] = -1
     """Ranks in one shard group, replicated over the rest; -1 shards over all."""
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
+    """Into which units the model is divided."""
     forward_prefetch: bool = False
     """Gather the next block's parameters while this one computes."""
     model_dtype: Literal["fp32", "float32", "bf16", "bfloat16"] = "fp32"

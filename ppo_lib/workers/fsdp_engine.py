@@ -42,7 +42,9 @@ class StepReport:
 def shard_module(
     module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: Any, precision: Precision
 ) -> None:
-    """Shard in place: every block (decoder layer) by itself, the rest with the root.
+    """Shard in place: every block (decoder layer) by itself, the rest with the root; a small model as one unit.
+
+    Gathering a small layer costs less than meeting for it, so a small model is better gathered at once.
 
     One rank goes the same way, so that what is learned on one holds on many. It has nothing to gather from others, so
     its parameters stay gathered between forward and backward: one copy of the model less to make.
@@ -54,9 +56,10 @@ def shard_module(
         config: an `fsdp_config` section.
         precision: what the arithmetic runs in.
     """
+    if sum(p.numel() for p in module.parameters()) < config.wrap_policy.min_num_params:
+        blocks = []
     options: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": config.reshard_after_forward and mesh.size() > 1,
         "mp_policy": MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=torch.float32)
         if precision.param_dtype is not None
         else MixedPrecisionPolicy(),
@@ -65,8 +68,8 @@ def shard_module(
         else OffloadPolicy(),
     }
     for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(module, **options)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward and mesh.size() > 1, **options)
+    fully_shard(module, reshard_after_forward=False, **options)  # it is the last in forward and the first in backward
     if mesh.size() > 1:
         for unit in _units(module):
             unit.set_gradient_divide_factor(1.0)
@@ -117,6 +120,7 @@ class FSDPEngine:
         self.module, self.config, self.device, self.mesh, self.precision = module, config, device, mesh, precision
         # With mixed precision FSDP2 keeps the gradients in a type and a place of its own.
         self._alone = mesh.size() == 1 and precision.param_dtype is None
+        self._one_unit = len(_units(module)) == 1
         self.adapted = {f"{name}.weight": layer for name, layer in adapted_layers(cast(Any, module).model).items()}
         """Name in the model's files -> layer whose weight a LoRA adapter changes; empty without one."""
         self.optimizer: torch.optim.Optimizer | None = None
@@ -171,16 +175,17 @@ class FSDPEngine:
     def _announce_backward(self, root: FSDPModule, last: bool) -> None:
         """Gather parameters and reduce gradients once a mini-batch instead of once a micro-batch, where that is wanted.
 
-        It costs the memory of whole parameters and gradients, which on one rank are there in any case.
+        It costs the memory of whole parameters and gradients, which one rank holds in any case, and in every backward
+        a rank whose model is one unit.
         """
         root.set_is_last_backward(last)
         if self._alone:
             root.set_requires_gradient_sync(False)  # see _adopt_gradients
             root.set_reshard_after_backward(False)
             return
-        if self.config.use_no_sync_for_gradient_accumulation:
+        if self._one_unit or self.config.use_no_sync_for_gradient_accumulation:
             root.set_requires_gradient_sync(last)
-        if not self.config.reshard_after_forward:
+        if self._one_unit or not self.config.reshard_after_forward:
             root.set_reshard_after_backward(last)
 
     def _adopt_gradients(self) -> None:

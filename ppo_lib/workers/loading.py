@@ -67,7 +67,7 @@ def build_engine(
     _determinism(fsdp)
     adapted = optim is not None and uses_lora(model)  # a frozen model is the base
     precision = Precision.of(fsdp.dtype, device)
-    fused = device.type == "cpu" and precision.param_dtype is None
+    fused = device.type == "cpu"
     reads, ranks = dist.get_rank() == 0, dist.get_world_size()
     module = _on_every_rank(load, model, fsdp, fused=fused, adapted=adapted)
     module.to(parse_dtype(fsdp.model_dtype))

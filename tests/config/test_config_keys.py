@@ -31,6 +31,10 @@ OTHER_DEFAULTS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "1",
     "actor_rollout_ref.rollout.agent.num_workers": "null is min(8, cores)",
     "actor_rollout_ref.model.tokenizer_path": "follows the model",
+    **{
+        f"{section}.wrap_policy.min_num_params": "a small model is faster in one unit; 0 is every layer one"
+        for section in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+    },
     "critic.model.path": "follows the actor's",
     "critic.model.trust_remote_code": "follows the actor's",
     "data.dataloader_num_workers": "null is min(8, cores)",

@@ -19,7 +19,17 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from workers_testing import config, new_actor, new_critic, padded_batch, run_ranks, save_tiny_model, shard, worker_batch
+from workers_testing import (
+    config,
+    new_actor,
+    new_critic,
+    one_unit_below,
+    padded_batch,
+    run_ranks,
+    save_tiny_model,
+    shard,
+    worker_batch,
+)
 
 from ppo_lib.workers.fsdp_engine import full_tensor
 
@@ -56,6 +66,7 @@ TOKENS = (f"{ACTOR}ppo_max_token_len_per_gpu=25", f"{CRITIC}ppo_max_token_len_pe
 EPOCHS = (f"{ACTOR}ppo_epochs=2", f"{CRITIC}ppo_epochs=2", f"{ACTOR}shuffle=true", f"{CRITIC}shuffle=true")
 RECOMPUTE = (f"{MODEL}enable_gradient_checkpointing=true", "critic.model.enable_gradient_checkpointing=true")
 ONE_REDUCTION = both("use_no_sync_for_gradient_accumulation", "true")
+ONE_UNIT = tuple(one_unit_below(10**6))
 EAGER = (*both("reshard_after_forward", "false"), *both("forward_prefetch", "true"))
 OFFLOAD = (*both("param_offload", "true"), *both("optimizer_offload", "true"))
 
@@ -68,6 +79,7 @@ CASES = {
     "2 ranks, micro-batches of at most 25 tokens": Case(2, TOKENS),
     "2 ranks, 1 row a micro-batch, one reduction": Case(2, (*MICRO, *ONE_REDUCTION)),
     "4 ranks as 2x2, 1 row a micro-batch, one reduction": Case(4, (*MICRO, *ONE_REDUCTION, *both("fsdp_size", 2))),
+    "2 ranks, the model as one unit, 1 row a micro-batch": Case(2, (*MICRO, *ONE_UNIT)),
     "2 ranks, not resharded, prefetched": Case(2, (*EAGER, *MICRO)),
     "2 ranks, activation checkpointing": Case(2, RECOMPUTE),
     "2 ranks, parameters and optimizer offloaded": Case(2, OFFLOAD),
@@ -76,6 +88,9 @@ CASES = {
     "LoRA, 2 ranks": Case(2, LORA, LORA),
     "LoRA, 4 ranks as 2x2, checkpointing, 1 row a micro-batch": Case(
         4, (*LORA, *RECOMPUTE, *MICRO, *both("fsdp_size", 2)), LORA
+    ),
+    "LoRA, 4 ranks as 2x2, one unit, checkpointing, 1 row a micro-batch": Case(
+        4, (*LORA, *RECOMPUTE, *MICRO, *ONE_UNIT, *both("fsdp_size", 2)), LORA
     ),
     "5 rows and 3 of padding on 2 ranks": Case(2, batches="uneven"),
     "5 rows and 3 of padding on 4 ranks, 1 row a micro-batch": Case(4, MICRO, batches="uneven"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.profiler import ProfilerActivity, profile
 from workers_testing import new_actor, new_critic, padded_batch, shard, worker_batch
 
 from ppo_lib.errors import ModelError
@@ -31,12 +32,14 @@ def with_old(actor: Any, td: TensorDict, noise: float = 0.3) -> TensorDict:
     return td
 
 
-def train_both(rank: int, world_size: int, cfg: Any, steps: int = 2, rows: int = 8) -> dict[str, Any]:
+def train_both(
+    rank: int, world_size: int, cfg: Any, steps: int = 2, rows: int = 8, mini_batches: int = 2
+) -> dict[str, Any]:
     """Some steps of actor and critic on recorded rows; metrics of each step, and the final parameters."""
     actor, critic = new_actor(cfg), new_critic(cfg)
     history = []
     for step in range(steps):
-        whole = worker_batch(padded_batch(rows, seed=step), calculate_entropy=True)
+        whole = worker_batch(padded_batch(rows, seed=step), mini_batches, calculate_entropy=True)
         td = shard(whole, rank, world_size)
         td["old_log_probs"] = actor.compute_log_prob(td)["log_probs"]
         td["ref_log_prob"] = actor.compute_ref_log_prob(td)["log_probs"]
@@ -53,6 +56,17 @@ def train_off_policy(rank: int, world_size: int, cfg: Any, steps: int = 2) -> di
             actor.update_actor(with_old(actor, shard(worker_batch(padded_batch(8, seed=step)), rank, world_size)))
         )
     return {"metrics": history, "actor": actor.full_state_dict()}
+
+
+def collectives_of_an_update(rank: int, world_size: int, cfg: Any) -> dict[str, int]:
+    """How often a rank gathers parameters and reduces gradients in an update of one mini-batch."""
+    actor = new_actor(cfg, "actor")
+    td = shard(worker_batch(padded_batch(8), mini_batches=1), rank, world_size)
+    td = with_old_exact(actor, td)
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        actor.update_actor(td)
+    events = {event.key: event.count for event in watched.key_averages()}
+    return {"gathered": events["c10d::_allgather_base_"], "reduced": events["c10d::_reduce_scatter_base_"]}
 
 
 def uneven(rank: int, world_size: int, cfg: Any) -> dict[str, Any]:
@@ -128,11 +142,11 @@ def with_old_exact(actor: Any, td: TensorDict) -> TensorDict:
 
 
 def train_in_mixed_precision(rank: int, world_size: int, cfg: Any) -> dict[str, Any]:
-    """What CUDA does: FSDP gathers bfloat16 parameters and reduces fp32 gradients."""
+    """What CUDA does, in the layers of a CPU: FSDP gathers bfloat16 parameters and reduces fp32 gradients."""
     cuda = staticmethod(lambda dtype, device: Precision("cpu", param_dtype=torch.bfloat16))
     original, Precision.of = Precision.of, cuda
     try:
-        return train_both(rank, world_size, cfg, steps=2)
+        return train_both(rank, world_size, cfg, mini_batches=1)
     finally:
         Precision.of = original
 

@@ -50,7 +50,7 @@ def save_tiny_model(folder: Path, family: str = "llama", **settings: Any) -> str
 
 
 def config(model_path: str, *overrides: str) -> Any:
-    """A whole configuration in fp32 around a model."""
+    """A whole configuration in fp32 around a model, whose every layer is a unit of FSDP, however small."""
     return load_config(
         overrides=[
             f"actor_rollout_ref.model.path={model_path}",
@@ -65,9 +65,16 @@ def config(model_path: str, *overrides: str) -> Any:
             "critic.model.enable_gradient_checkpointing=false",
             "critic.fsdp.dtype=float32",
             "critic.optim.lr=1e-2",
+            *one_unit_below(0),
             *overrides,
         ]
     )
+
+
+def one_unit_below(parameters: int) -> list[str]:
+    """Overrides: a model with fewer parameters is a single unit of FSDP."""
+    sections = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+    return [f"{section}.wrap_policy.min_num_params={parameters}" for section in sections]
 
 
 def padded_batch(rows: int = 8, seed: int = 0, left: int = 0, right: int = 0) -> dict[str, torch.Tensor]:

@@ -100,7 +100,7 @@ class TrainingWorker:
             A TensorDict of the same rows: each result of `forward` as jagged (B, r_i) float32 on the CPU.
         """
         batch = JaggedRows(data)
-        plan = self._plan([list(range(len(batch)))], batch, size)[0]
+        plan = self._plan([list(range(len(batch)))], batch, size, training=False)[0]
         flat: dict[str, torch.Tensor] = {}
         with self.meter.measuring("infer") as work, self.engine.inference() as module:
             for rows in plan:
@@ -156,7 +156,7 @@ class TrainingWorker:
         tokens: list[float] = batch.need("mini_batch_num_tokens")
         seqs: list[float] = batch.need("mini_batch_num_seqs")
         members = _members(batch, batch.need("mini_batch").tolist(), len(tokens), flat["response_mask"])
-        plans = self._plan(members, batch, size)
+        plans = self._plan(members, batch, size, training=True)
 
         results: list[MiniBatchResult] = []
         generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
@@ -239,9 +239,11 @@ class TrainingWorker:
                 result |= {name: Metric(value, reduction) for name, value in zip(names, stacked.tolist())}
         return result
 
-    def _plan(self, groups: list[list[int]], batch: JaggedRows, size: MicroBatching) -> list[list[list[int]]]:
+    def _plan(
+        self, groups: list[list[int]], batch: JaggedRows, size: MicroBatching, training: bool
+    ) -> list[list[list[int]]]:
         """Micro-batches of each group of rows, equally many on every rank: their collectives must meet."""
-        size = size.on(self.engine.device, max(batch.lengths, default=0))
+        size = size.on(self.engine.device, max(batch.lengths, default=0), training)
 
         def plan_of(rows: list[int], at_least: int = 0) -> list[list[int]]:
             lengths, prompts = [batch.lengths[row] for row in rows], [batch.prompts[row] for row in rows]

@@ -54,12 +54,13 @@ def test_sizes_are_read_as_typed() -> None:
 
 def test_on_a_cpu_a_micro_batch_is_no_larger_than_helps() -> None:
     large, cuda = MicroBatching(max_tokens=16384), torch.device("cuda")
-    assert large.on(CPU, longest=100) == MicroBatching(max_tokens=2048)
-    assert large.on(CPU, longest=5000) == MicroBatching(max_tokens=5000)
-    assert large.on(CPU, longest=20000) == large
-    assert MicroBatching(max_tokens=100).on(CPU, longest=20) == MicroBatching(max_tokens=100)
-    assert large.on(cuda, longest=100) == large
-    assert MicroBatching(rows=8).on(CPU, longest=5000) == MicroBatching(rows=8)
+    assert large.on(CPU, longest=100, training=True) == MicroBatching(max_tokens=2048)
+    assert large.on(CPU, longest=100, training=False) == MicroBatching(max_tokens=4608)
+    assert large.on(CPU, longest=5000, training=True) == MicroBatching(max_tokens=5000)
+    assert large.on(CPU, longest=20000, training=True) == large
+    assert MicroBatching(max_tokens=100).on(CPU, longest=20, training=False) == MicroBatching(max_tokens=100)
+    assert large.on(cuda, longest=100, training=True) == large
+    assert MicroBatching(rows=8).on(CPU, longest=5000, training=True) == MicroBatching(rows=8)
 
 
 def test_packed_row_holds_tokens_positions_labels_and_their_places() -> None:

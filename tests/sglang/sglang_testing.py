@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 from rollout_testing import Model, ppo_config
 
 from ppo_lib.models import load_tokenizer, resolve_model_path
 from ppo_lib.rollout import AgentLoopManager, CheckpointEngineManager, LLMServerManager
+from ppo_lib.rollout.agent_loop import SampleHandle
 from ppo_lib.single_controller import LocalWorkerGroup, RayClassWithInitArgs
 
 
@@ -38,9 +39,12 @@ class Parts:
         self.group.shutdown()
 
 
-def signal_while_it_generates(parts: Parts, whom: Callable[[], psutil.Process], what: signal.Signals) -> float:
-    """Wait until the engine generates, then send a signal; returns when."""
+def signal_while_it_generates(
+    parts: Parts, handles: Sequence[SampleHandle], whom: Callable[[], psutil.Process], what: signal.Signals
+) -> float:
+    """Wait until the engine generates for these samples, then send a signal; returns when."""
     while not parts.servers.status()[0].running:
+        assert not all(handle.future.done() for handle in handles), "they were finished before they were seen to run"
         time.sleep(0.01)
     os.kill(whom().pid, what)
     return time.monotonic()

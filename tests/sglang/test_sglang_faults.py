@@ -71,7 +71,9 @@ def _check(parts: Parts, output: DataProto) -> None:
 def test_an_engine_killed_or_hanging_while_it_generates_is_started_again_and_the_batch_comes_back_whole(
     model_dirs, no_processes_left
 ):
-    parts = Parts(model_dirs["llama"], request_timeout_s=8, max_restarts=2)
+    # enough tokens that the engine is at work for longer than it takes a busy machine to see it
+    settings = {"response_length": 128, "ignore_eos": True, "request_timeout_s": 20, "max_restarts": 2}
+    parts = Parts(model_dirs["llama"], **settings)
     batch = gen_batch_of(PROMPTS, n=24)
     try:
         parts.group.change(1)
@@ -85,7 +87,7 @@ def test_an_engine_killed_or_hanging_while_it_generates_is_started_again_and_the
             parts.group.change(2 + restarts)
             version = parts.checkpoints.update_weights(restarts)
             handles = parts.loops.submit(batch)
-            signal_while_it_generates(parts, whom, what)
+            signal_while_it_generates(parts, handles, whom, what)
             output = parts.loops.collate(list(parts.loops.collect(handles)), batch)
             assert parts.servers.replicas[0].restarts == restarts + 1
             assert len(output) == len(batch)
@@ -94,7 +96,7 @@ def test_an_engine_killed_or_hanging_while_it_generates_is_started_again_and_the
             parts.checkpoints.sleep_replicas()
 
         handles = parts.loops.submit(batch) if parts.checkpoints.update_weights(9) else []
-        begin = signal_while_it_generates(parts, parts.host, signal.SIGKILL)
+        begin = signal_while_it_generates(parts, handles, parts.host, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"the sglang engine died .*SIGKILL"):
             list(parts.loops.collect(handles))
         assert time.monotonic() - begin < 20

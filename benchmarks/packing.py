@@ -74,7 +74,7 @@ def packed_side(model: Any, rows: list[torch.Tensor]) -> Callable[[], float]:
     def run() -> float:
         model.zero_grad()
         total = 0.0
-        size = MicroBatching(max_tokens=16384).on(CPU, max(jagged.lengths))
+        size = MicroBatching(max_tokens=16384).on(CPU, max(jagged.lengths), training=True)
         for part in plan_micro_batches(jagged.lengths, size, prompts=jagged.prompts):
             loss = -module(pack_rows(jagged, part, CPU), 1.0, False)["log_probs"].sum() / tokens
             loss.backward()

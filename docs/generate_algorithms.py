@@ -67,6 +67,7 @@ def _losses() -> list[str]:
     for twins, row in _by_function(names.POLICY_LOSSES.values()):
         needs = ["the log-probs of the rollout, in bypass mode"] if row.bypass else []
         needs += ["a look at the whole mini-batch before its step"] if row.of_mini_batch else []
+        needs += ["a random number for each token, the same wherever its row lies"] if row.draws else []
         lines += _entry(twins, row, needs, "actor")
     return lines
 

@@ -37,6 +37,8 @@ class LossConfig:
         denominators: those of the whole mini-batch; None takes each call's mask for all of it.
         mini_batch: what the loss's `of_mini_batch` function (see `names.PolicyLoss`) found in the whole mini-batch;
             None takes each call for all of it.
+        draws: (b, R) random numbers from 0 to 1 for a loss that draws tokens (see `names.PolicyLoss`), the same for a
+            token wherever its row lies; None draws anew.
     """
 
     clip_ratio: float = 0.2
@@ -49,6 +51,7 @@ class LossConfig:
     policy_loss: Any = PolicyLossSettings()
     denominators: Denominators | None = None
     mini_batch: Any = None
+    draws: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.clip_ratio_c <= 1.0:
@@ -56,7 +59,11 @@ class LossConfig:
 
     @classmethod
     def from_actor(
-        cls, actor_config: Any, denominators: Denominators | None = None, mini_batch: Any = None
+        cls,
+        actor_config: Any,
+        denominators: Denominators | None = None,
+        mini_batch: Any = None,
+        draws: Tensor | None = None,
     ) -> LossConfig:
         """Read the settings from an actor section by attribute."""
         return cls(
@@ -70,6 +77,7 @@ class LossConfig:
             policy_loss=actor_config.policy_loss,
             denominators=denominators,
             mini_batch=mini_batch,
+            draws=draws,
         )
 
     @property

@@ -57,6 +57,7 @@ class PolicyLoss:
             (old_log_prob, log_prob, advantages, config) -> anything, from all policy tokens (N,) of the mini-batch,
             with the log-probs before its step. Whoever trains calls it once a mini-batch, on every rank with the tokens
             of all ranks in the same order, and gives the result to each micro-batch as `config.mini_batch`.
+        draws: whether it draws tokens at random, and so takes `config.draws`; its `of_mini_batch` function too.
         bypass: whether it is for bypass mode, where `old_log_prob` holds the rollout's log-probs.
     """
 
@@ -66,6 +67,7 @@ class PolicyLoss:
     paper: str = ""
     settings: frozenset[str] | None = None
     of_mini_batch: str | Callable[..., Any] | None = None
+    draws: bool = False
     bypass: bool = False
     formula: str = ""
     when: str = ""
@@ -263,9 +265,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = _table(
         "covariance:compute_policy_loss_clip_cov",
         settings=f"{_CLIP} policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub",
         of_mini_batch="covariance:clip_cov_rule",
-        summary="PPO without the few tokens of largest covariance between log-probability and advantage",
+        draws=True,
+        summary="PPO without a few tokens, drawn among those of large covariance between log-probability and advantage",
         paper="arXiv:2505.22617",
-        formula="as vanilla, 0 for clip_cov_ratio of the tokens with lb < (log pi - mean)(A - mean) < ub",
+        formula="as vanilla, 0 for a share of clip_cov_ratio drawn where lb < (log pi - mean)(A - mean) < ub",
         when="the entropy collapses early; costs a second forward pass where a mini-batch has several micro-batches",
     ),
     _loss(

@@ -17,12 +17,13 @@ from ppo_lib.models.dtypes import computed_dtype
 from ppo_lib.single_controller import Dispatch, Worker, register
 from ppo_lib.workers.checkpoint import load_checkpoint, save_checkpoint
 from ppo_lib.workers.distributed import build_mesh, ensure_process_group
+from ppo_lib.workers.draws import token_draws
 from ppo_lib.workers.fsdp_engine import FSDPEngine
 from ppo_lib.workers.loading import build_engine, load_policy
 from ppo_lib.workers.lora import adapter_off, is_adapter
-from ppo_lib.workers.losses import observe_correction, of_mini_batch, policy_loss
+from ppo_lib.workers.losses import draws_tokens, observe_correction, of_mini_batch, policy_loss
 from ppo_lib.workers.metrics import StepMetrics, gpu_memory_metrics
-from ppo_lib.workers.packing import MicroBatching, PackedRows
+from ppo_lib.workers.packing import JaggedRows, MicroBatching, PackedRows
 from ppo_lib.workers.training_worker import Forward, TrainingWorker
 from protocol import tensordict_utils as tu
 
@@ -120,7 +121,11 @@ class ActorRolloutRefWorker(Worker):
         `calculate_entropy` asks for it, or there are no `old_log_probs`, so that this is the only pass over the rows.
         """
         config, corrected = self.config.actor, StepMetrics()
-        optional = [name for name in ("old_log_probs", "rollout_is_weights") if name in data.keys()]  # noqa: SIM118
+        if draws_tokens(config, self.rollout_correction):
+            rows = JaggedRows(data)
+            drawn = token_draws(rows, tu.get(data, "global_steps", 0))
+            data = data.copy().set("draws", rows.as_jagged(drawn))
+        optional = [name for name in ("old_log_probs", "rollout_is_weights", "draws") if name in data.keys()]  # noqa: SIM118
         metrics = self.actor.train(
             data,
             _forward(

@@ -16,12 +16,13 @@ from ppo_lib.algorithms import (
     get_policy_loss_fn,
     kl_penalty,
 )
+from ppo_lib.algorithms.names import find_policy_loss
 from ppo_lib.config import policy_loss_mode
 from ppo_lib.workers.metrics import StepMetrics
 from ppo_lib.workers.training_worker import LossFunction, Observe, OfMiniBatch, Tokens
 from ppo_lib.workers.update_correction import UpdateCorrection
 
-__all__ = ["observe_correction", "of_mini_batch", "policy_loss", "value_loss"]
+__all__ = ["draws_tokens", "observe_correction", "of_mini_batch", "policy_loss", "value_loss"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
     weighs here, by the policy now over the rollout, whose log-probs the old ones are.
 
     Columns: `advantages`, and where present `old_log_probs` (absent: the log-probabilities now, which is what they are
-    when one step follows a rollout), `ref_log_prob` (needed with `use_kl_loss`), `rollout_is_weights`.
+    when one step follows a rollout), `ref_log_prob` (needed with `use_kl_loss`), `rollout_is_weights`, `draws`.
     """
     policy_loss_fn = get_policy_loss_fn(_loss_mode(actor, correction))
     in_update = _in_update(actor, correction)
@@ -62,7 +63,7 @@ def policy_loss(actor: Any, correction: Any = None) -> LossFunction:
             given["advantages"],
             mask,
             mode,
-            LossConfig.from_actor(actor, denominators, found.of_loss),
+            LossConfig.from_actor(actor, denominators, found.of_loss, given.get("draws")),
             weights,
         )
         metrics = {"pg_loss": loss.detach(), **metrics}
@@ -95,17 +96,24 @@ def of_mini_batch(actor: Any, correction: Any = None) -> OfMiniBatch | None:
     def of_tokens(tokens: Tokens, denominators: Denominators) -> tuple[Found, Denominators]:
         """See `OfMiniBatch`."""
         log_probs, advantages = tokens.outputs["log_probs"], tokens.columns["advantages"]
-        old_log_probs, mean_weight = tokens.columns.get("old_log_probs", log_probs), 1.0
+        old_log_probs, draws = tokens.columns.get("old_log_probs", log_probs), tokens.columns.get("draws")
+        mean_weight = 1.0
         if in_update is not None and in_update.looks_ahead:
             ahead = in_update.look_ahead(log_probs, old_log_probs, tokens.lengths, denominators)
             denominators, mean_weight = ahead.denominators, ahead.mean_weight
             old_log_probs, log_probs, advantages = (x[ahead.left] for x in (old_log_probs, log_probs, advantages))
+            draws = draws if draws is None else draws[ahead.left]
         if find_out is None:
             return Found(mean_weight), denominators
-        of_loss = find_out(old_log_probs, log_probs, advantages, LossConfig.from_actor(actor))
+        of_loss = find_out(old_log_probs, log_probs, advantages, LossConfig.from_actor(actor, draws=draws))
         return Found(mean_weight, of_loss), denominators
 
     return of_tokens
+
+
+def draws_tokens(actor: Any, correction: Any = None) -> bool:
+    """Whether the policy loss of an `actor` section takes the column `draws`."""
+    return find_policy_loss(_loss_mode(actor, correction)).draws
 
 
 def observe_correction(actor: Any, correction: Any, metrics: StepMetrics) -> Observe | None:

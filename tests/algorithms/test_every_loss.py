@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ def _policy_loss(name):
         of_mini_batch = get_of_mini_batch_fn(name)
         if of_mini_batch is not None:
             flat = [x[key].detach()[mask.bool()] for key in ("old", "new", "other")]
-            config = LossConfig(denominators=whole, policy_loss=SETTINGS, mini_batch=of_mini_batch(*flat, config))
+            found = of_mini_batch(*flat, replace(config, draws=x["draws"][mask.bool()]))
+            config = replace(config, mini_batch=found, draws=x["draws"][rows])
         arguments = [x[key][rows] for key in ("old", "new", "other")]
         return get_policy_loss_fn(name)(*arguments, mask[rows], mode, config, x["weights"][rows])
 
@@ -60,7 +62,8 @@ def inputs_of(rows, width, seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     x = {name: torch.randn(rows, width, generator=generator, dtype=dtype) for name in ("old", "new", "other")}
     x["old"], x["new"] = (-x[name].abs() for name in ("old", "new"))  # log-probabilities
-    return {**x, "weights": torch.rand(rows, width, generator=generator, dtype=dtype) + 0.5}
+    weights, draws = torch.rand(2, rows, width, generator=generator, dtype=dtype)
+    return {**x, "weights": weights + 0.5, "draws": draws}
 
 
 @st.composite
@@ -132,7 +135,7 @@ class TestEveryLoss:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_a_batch_of_nothing_but_masked_rows_costs_nothing(self, name, mode):
-        x = {key: torch.full((2, 3), NAN) for key in ("old", "new", "other", "weights")}
+        x = {key: torch.full((2, 3), NAN) for key in ("old", "new", "other", "weights", "draws")}
         for key, value in evaluate(LOSSES[name], x, torch.zeros(2, 3), mode, everything(x["old"])).items():
             assert value.abs().sum().item() == 0, key
 
@@ -151,6 +154,7 @@ class TestEveryLoss:
             "new": far,
             "other": torch.tensor([[1.0, -1.0, -1.0, 1.0]]),
             "weights": torch.ones(1, 4),
+            "draws": torch.rand(1, 4),
         }
         for value in evaluate(LOSSES[name], x, torch.ones(1, 4), "token-mean", [[0]]).values():
             assert bool(value.isfinite().all())

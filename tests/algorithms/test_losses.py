@@ -205,13 +205,28 @@ COV_OLD, COV_ADVANTAGES = [[1.0, math.exp(-1), math.exp(-2), math.exp(-5)]], [[2
 def test_clip_cov_by_hand():
     settings = PolicyLossSettings(clip_cov_ratio=0.25, clip_cov_lb=0.5, clip_cov_ub=8.0)
     ones = [[1.0] * 4]
-    config = LossConfig(policy_loss=settings)
+    # covariance 9 is out of range and 0 too: of 4 and 1 the one with the larger draw is held back
+    config = LossConfig(policy_loss=settings, draws=torch.tensor([[0.6, 0.5, 0.9, 0.9]]))
     loss, gradient, metrics = run("clip_cov", ones, COV_ADVANTAGES, old=COV_OLD, config=config)
-    assert gradient == [pytest.approx([0, -1, 0, 3])]  # 9 is out of range, so that 4 is held back
+    assert gradient == [pytest.approx([0, -1, 0, 3])]
     assert loss == pytest.approx(-1 + 3)
     assert metrics["pg_clipfrac"] == 1 / 4
+    other = LossConfig(policy_loss=settings, draws=torch.tensor([[0.4, 0.5, 0.9, 0.9]]))
+    assert run("clip_cov", ones, COV_ADVANTAGES, old=COV_OLD, config=other)[1] == [pytest.approx([-2, 0, 0, 3])]
     two = LossConfig(policy_loss=PolicyLossSettings(clip_cov_ratio=0.5, clip_cov_lb=0.5, clip_cov_ub=8.0))
     assert run("clip_cov", ones, COV_ADVANTAGES, old=COV_OLD, config=two)[1] == [pytest.approx([0, 0, 0, 3])]
+
+
+def test_clip_cov_draws_each_candidate_as_often_as_any_other():
+    settings = PolicyLossSettings(clip_cov_ratio=0.25, clip_cov_lb=0.5, clip_cov_ub=99.0)  # 4, 1 and 9
+    torch.manual_seed(0)
+    held = torch.zeros(4)
+    for _ in range(600):
+        config = LossConfig(policy_loss=settings)
+        gradient = run("clip_cov", [[1.0] * 4], COV_ADVANTAGES, old=COV_OLD, config=config)[1]
+        held += torch.tensor(gradient[0]) == 0
+    assert held[2] == 600  # which has no advantage
+    assert all(160 < count < 240 for count in held[[0, 1, 3]].tolist())
 
 
 def test_clip_cov_does_not_spend_its_share_on_tokens_that_are_clipped_anyway():
@@ -238,7 +253,8 @@ def test_kl_cov_by_hand():
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_even_a_small_share_holds_back_one_token(name):
-    config = LossConfig(policy_loss=PolicyLossSettings(clip_cov_lb=-99.0, clip_cov_ub=99.0, ppo_kl_coef=7.0))
+    settings = PolicyLossSettings(clip_cov_lb=-99.0, clip_cov_ub=99.0, ppo_kl_coef=7.0)
+    config = LossConfig(policy_loss=settings, draws=torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
     old = [COV_OLD[0]]
     moved = [[1.0, 1.0, 1.0, 1.1]]
     _, gradient, _ = run(name, moved, COV_ADVANTAGES, old=old, config=config)

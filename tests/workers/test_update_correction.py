@@ -134,6 +134,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "normalizing": NORMALIZING,
     "both": (*REJECTING, *NORMALIZING[1:], f"{ACTOR}entropy_coeff=0.05"),
     "kl_cov": (*REJECTING, *COVARIANCE),
+    "clip_cov": (
+        *REJECTING,
+        f"{ACTOR}policy_loss.loss_mode=clip_cov",
+        f"{ACTOR}policy_loss.clip_cov_ratio=0.2",
+        f"{ACTOR}policy_loss.clip_cov_lb=-1",
+    ),
 }
 
 
@@ -156,7 +162,7 @@ def test_no_correction_depends_on_micro_batches(case: str, tiny_model: str) -> N
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", ["both", "kl_cov"])
+@pytest.mark.parametrize("case", ["both", "kl_cov", "clip_cov"])
 def test_two_ranks_correct_as_one_does(case: str, tiny_model: str) -> None:
     cfg = config(tiny_model, *CASES[case], f"{ACTOR}ppo_micro_batch_size_per_gpu=1")
     alone = train_off_policy(0, 1, cfg)

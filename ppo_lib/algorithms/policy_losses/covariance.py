@@ -21,7 +21,7 @@ class CovarianceRule:
 
     mean_log_prob: float
     mean_advantage: float
-    threshold: float  # the smallest covariance that is held back
+    threshold: float  # the smallest covariance that is held back; of clip_cov, the smallest draw
 
     def covariance(self, log_prob: Tensor, advantages: Tensor) -> Tensor:
         """Of each token; any shape."""
@@ -42,9 +42,8 @@ def compute_policy_loss_clip_cov(
         cov = (log pi - mean log pi) (A - mean A)
         L = max(-A r, -A clip(r, 1 - low, 1 + high)),    0 for the tokens held back
 
-    (arXiv:2505.22617). Held back are, of the N tokens of the mini-batch, N clip_cov_ratio (at least one) of those with
-    clip_cov_lb < cov < clip_cov_ub that are not clipped anyway. The paper draws them; here they are the ones of largest
-    covariance, so that the choice depends neither on luck nor on micro-batches.
+    (arXiv:2505.22617). Held back are, of the N tokens of the mini-batch, N clip_cov_ratio (at least one) drawn at
+    random from those with clip_cov_lb < cov < clip_cov_ub that are not clipped anyway: those of the largest `draws`.
 
     Args:
         old_log_prob: (b, R) float32, where the ratio is 1; no gradient goes through it.
@@ -52,18 +51,20 @@ def compute_policy_loss_clip_cov(
         advantages: (b, R) float32.
         response_mask: (b, R) bool, int or float.
         loss_agg_mode: how tokens are weighed, see `agg_loss`.
-        config: clip_ratio_low, clip_ratio_high, policy_loss.clip_cov_ratio, clip_cov_lb, clip_cov_ub; of the mini-batch
-            the denominators and, as `mini_batch`, its `clip_cov_rule`.
+        config: clip_ratio_low, clip_ratio_high, policy_loss.clip_cov_ratio, clip_cov_lb, clip_cov_ub, draws; of the
+            mini-batch the denominators and, as `mini_batch`, its `clip_cov_rule`.
         rollout_is_weights: (b, R) float32, the weights of rollout correction.
 
     Returns:
         The loss, the shares of tokens held back (`pg_clipfrac`) and clipped (`pg_clipfrac_lower`), and `ppo_kl`.
     """
     tokens = Tokens.of(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
-    rule = config.mini_batch or clip_cov_rule(*_flat(old_log_prob, tokens), config)
+    draws = torch.rand_like(tokens.advantages) if config.draws is None else config.draws
+    flat_config = replace(config, draws=draws[tokens.kept])
+    rule = config.mini_batch or clip_cov_rule(*_flat(old_log_prob, tokens), flat_config)
     covariance = rule.covariance(tokens.log_prob, tokens.advantages)
     unclipped, clipped = _clip(tokens.log_r, tokens.advantages, config)
-    held = _in_range(covariance, config) & (covariance >= rule.threshold) & (clipped <= unclipped)
+    held = _in_range(covariance, config) & (draws >= rule.threshold) & (clipped <= unclipped)
     losses = torch.where(held, 0, torch.maximum(unclipped, clipped))
     return tokens.loss(losses), tokens.metrics(held, clipped > unclipped)
 
@@ -106,11 +107,12 @@ def compute_policy_loss_kl_cov(
 
 
 def clip_cov_rule(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: LossConfig) -> CovarianceRule:
-    """The rule of `clip_cov` from all policy tokens (N,) of a mini-batch."""
+    """The rule of `clip_cov` from all policy tokens (N,) of a mini-batch, `config.draws` too."""
     rule = _means(log_prob, advantages)
     covariance = rule.covariance(log_prob, advantages)
+    draws = torch.rand_like(advantages) if config.draws is None else config.draws
     unclipped, clipped = _clip(log_ratio(log_prob, old_log_prob), advantages, config)
-    candidates = covariance[_in_range(covariance, config) & (clipped <= unclipped)]
+    candidates = draws[_in_range(covariance, config) & (clipped <= unclipped)]
     return replace(rule, threshold=_of_largest(candidates, config.policy_loss.clip_cov_ratio * len(log_prob)))
 
 

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ppo_lib.config import ActorRolloutRefConfig, RolloutConfig
@@ -14,6 +15,7 @@ from ppo_lib.errors import ModelError, RolloutError
 from ppo_lib.models import resolve_model_path
 from ppo_lib.models.dtypes import computed_dtype
 from ppo_lib.rollout.attention import register_decode_attention
+from ppo_lib.workers.fused import fuse_layers
 
 _CACHEABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -51,7 +53,22 @@ def load_model(config: ActorRolloutRefConfig, model_path: str, device: torch.dev
     if getattr(model, "_is_stateful", False):
         raise _stateful(hf_config)
     model.requires_grad_(False)
+    if device.type == "cpu":
+        fuse_layers(model, packed=False)
+        if dtype == torch.float32:
+            _store_transposed(model)
     return model.eval().to(device)  # type: ignore[arg-type]
+
+
+def _store_transposed(model: PreTrainedModel) -> None:
+    """Keep the weights of linear layers in memory column by column; values, names and shapes stay as they are.
+
+    With the few rows of a decoding step MKL multiplies such a weight in 0.6 to 0.9 of the time (8 to 128 rows).
+    """
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight is not tied:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def model_config(config: ActorRolloutRefConfig, model_path: str) -> Any:

@@ -25,20 +25,25 @@ _MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
 _ATTENTIONS = {"LlamaAttention", "Qwen2Attention", "Qwen3Attention"}
 
 
-def fuse_layers(network: nn.Module) -> None:
-    """Let the layers of known kinds in a network compute with the functions below; others stay as they are."""
+def fuse_layers(network: nn.Module, packed: bool = True) -> None:
+    """Let the layers of known kinds in a network compute with the functions below; others stay as they are.
+
+    Without `packed` the attention layers too stay as they are: the rows of the network are not packed ones.
+    """
     for module in network.modules():
         kind = type(module).__name__
         if kind in _NORMS:
             module.forward = MethodType(_norm_forward, module)
         elif kind in _MLPS and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
             module.forward = MethodType(_mlp_forward, module)
-        elif kind in _ATTENTIONS:
+        elif kind in _ATTENTIONS and packed:
             module.forward = MethodType(_attention_forward, module)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019); x (..., H), weight (H)."""
+    if not torch.is_grad_enabled():
+        return _normed(x, _norm_scale(x, eps), weight)
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -49,21 +54,38 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
         states: (1, N, heads, head_dim).
         cos, sin: (1, N, head_dim), without gradient.
     """
-    return _Rotate.apply(states, cos.unsqueeze(2), sin.unsqueeze(2))
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    if not torch.is_grad_enabled():
+        return _turned(states.to(torch.promote_types(states.dtype, cos.dtype)), cos, sin, -1)
+    return _Rotate.apply(states, cos, sin)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer 2020); of the three only the arguments are kept for backward."""
+    """silu(gate) * up (Shazeer 2020); of the three only the arguments are kept for backward.
+
+    Where no gradient is computed, the result takes the place of `gate`.
+    """
+    if not torch.is_grad_enabled():
+        return F.silu(gate, inplace=True).mul_(up)
     return _SwiGLU.apply(gate, up)
+
+
+def _norm_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps): (..., 1) float32."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _normed(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x * scale).mul_(weight).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _norm_scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(x.dtype)
+        return _normed(x, scale, weight)
 
     @staticmethod
     @once_differentiable
@@ -114,7 +136,9 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, F.silu(gate).mul_(grad)
 
 
 def _norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

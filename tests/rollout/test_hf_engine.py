@@ -157,6 +157,16 @@ def test_bfloat16_holds_half_the_bytes_where_the_cpu_computes_in_it(native, make
     assert half.log_probs == pytest.approx(full.log_probs, abs=0.1)
 
 
+def test_on_a_cpu_linear_weights_lie_by_column_and_tied_ones_as_the_embedding_needs_them(make_engine):
+    model = make_engine("qwen2-sliding")._model
+    tied = model.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight is tied
+    assert tied.is_contiguous()
+    layers = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert layers
+    assert all(layer.weight.t().is_contiguous() for layer in layers)
+
+
 def test_long_prompts_are_read_in_pieces_with_the_same_result(make_engine):
     prompts = prompts_of([40, 33, 2])
     whole = run(generate_all(make_engine(), requests_of(prompts, max_tokens=6)))

@@ -50,6 +50,21 @@ def test_values_and_gradients_are_those_of_the_formula(
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_without_gradient_are_those_with_it_bit_for_bit(dtype: torch.dtype) -> None:
+    calls = [
+        (lambda x, w: rms_norm(x, w, 1e-5), [draw(2, 5, 6), draw(6)]),
+        (rotate, [draw(1, 5, 3, 8), draw(1, 5, 8), draw(1, 5, 8).flip(0, 1)]),
+        (swiglu, [draw(4, 6), draw(4, 6).flip(0)]),
+    ]
+    for function, inputs in calls:
+        with_gradient = function(*(x.to(dtype).requires_grad_(i == 0) for i, x in enumerate(inputs)))
+        with torch.no_grad():
+            without = function(*(x.to(dtype) for x in inputs))
+        assert with_gradient.requires_grad
+        assert torch.equal(with_gradient, without)
+
+
 def test_norm_in_bfloat16_sums_its_gradients_in_fp32() -> None:
     x, weight, grad = draw(64, 32).bfloat16(), draw(32).bfloat16(), draw(64, 32).flip(0).bfloat16()
     results = []

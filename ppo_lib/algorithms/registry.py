@@ -127,7 +127,8 @@ def _taking_what_it_names(name: str, function: Callable[..., Any]) -> Callable[.
 
     @functools.wraps(function)
     def estimator(**available: Any) -> Any:
-        missing = [key for key in required if available.get(key) is None]
+        available.setdefault("config", None)
+        missing = [key for key in required if available.get(key) is None and key != "config"]
         if missing:
             listed = ", ".join("index (the uid column)" if key == "index" else key for key in missing)
             raise FieldMissingError(f"advantage estimator {name!r} needs {listed}")

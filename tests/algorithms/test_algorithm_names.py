@@ -96,6 +96,8 @@ class TestRegistering:
 
         result = get_adv_estimator_fn("theirs")(token_level_rewards=1, response_mask=2, config=3, index=4, gamma=5)
         assert result == (3, {"index": 4, "gamma": 5})
+        for none in ({}, {"config": None}):  # a script without a configuration
+            assert get_adv_estimator_fn("theirs")(token_level_rewards=1, response_mask=2, **none) == (None, {})
 
     def test_a_needed_field_that_is_not_there_is_named(self):
         with pytest.raises(FieldMissingError, match=r"estimator 'gae' needs values$"):

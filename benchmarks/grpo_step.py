@@ -42,17 +42,18 @@ from common import (
 
 PROMPTS, N, PROMPT, RESPONSE, MODEL = 16, 8, 24, 64, "3.2M"
 
-# name: (dtype, recompute_old_log_probs, skewed, critic and reference, CPU-seconds to stay under)
+# name: (dtype, recompute_old_log_probs, skewed, where a critic and a reference's KL come in, CPU-seconds to stay under)
 CASES = {
-    "fp32 auto": ("float32", "auto", False, False, 4.6),
-    "fp32 always": ("float32", "always", False, False, 5.6),
-    "bf16 auto": ("bfloat16", "auto", False, False, 3.3),
-    "fp32 auto, lengths 4:1": ("float32", "auto", True, False, 2.2),
-    "fp32, critic and reference": ("float32", "always", False, True, 8.0),
+    "fp32 auto": ("float32", "auto", False, None, 4.6),
+    "fp32 always": ("float32", "always", False, None, 5.6),
+    "bf16 auto": ("bfloat16", "auto", False, None, 3.3),
+    "fp32 auto, lengths 4:1": ("float32", "auto", True, None, 2.2),
+    "fp32, critic and reference": ("float32", "always", False, "reward", 8.0),
+    "fp32 auto, critic and KL loss": ("float32", "auto", False, "loss", 8.0),
 }
 
 
-def overrides(folder: Path, dtype: str, recompute: str, skewed: bool, ppo: bool) -> list[str]:
+def overrides(folder: Path, dtype: str, recompute: str, skewed: bool, kl: str | None) -> list[str]:
     fsdp = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
     return [
         f"actor_rollout_ref.model.path={folder}/model",
@@ -75,8 +76,12 @@ def overrides(folder: Path, dtype: str, recompute: str, skewed: bool, ppo: bool)
         f"actor_rollout_ref.actor.recompute_old_log_probs={recompute}",
         *[f"{section}.dtype={dtype}" for section in fsdp],
         *(
-            ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"]
-            if ppo
+            [
+                "algorithm.adv_estimator=gae",
+                f"algorithm.use_kl_in_reward={str(kl == 'reward').lower()}",
+                f"actor_rollout_ref.actor.use_kl_loss={str(kl == 'loss').lower()}",
+            ]
+            if kl
             else ["algorithm.adv_estimator=grpo"]
         ),
         "reward.num_workers=0",
@@ -113,7 +118,7 @@ def response_tokens(skewed: bool) -> int:
     return PROMPTS * N * RESPONSE if not skewed else PROMPTS * N * (RESPONSE + 3 * RESPONSE // 4) // 4
 
 
-def operations(recompute: str, skewed: bool, ppo: bool) -> float:
+def operations(recompute: str, skewed: bool, kl: str | None) -> float:
     """Multiplications and additions of a step's matrix products, attention left out."""
     hidden, layers, ffn, heads, kv_heads = SHAPES[MODEL]
     head = hidden // heads
@@ -122,8 +127,8 @@ def operations(recompute: str, skewed: bool, ppo: bool) -> float:
     tokens = PROMPTS * N * PROMPT + response
     generation = 2 * weights * (PROMPTS * PROMPT + response)
     forward, training = 2 * weights * tokens, 6 * weights * tokens
-    passes = {"auto": 0, "always": 1}[recompute] + (2 if ppo else 0)  # old log-probs; reference and values
-    return generation + passes * forward + (2 if ppo else 1) * training
+    passes = {"auto": 0, "always": 1}[recompute] + (2 if kl else 0)  # old log-probs; reference and values
+    return generation + passes * forward + (2 if kl else 1) * training
 
 
 def measure(name: str, steps: int, profile: bool) -> dict[str, Any]:
@@ -131,14 +136,14 @@ def measure(name: str, steps: int, profile: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     from ppo_lib import RayPPOTrainer, load_config
 
-    dtype, recompute, skewed, ppo, _ = CASES[name]
+    dtype, recompute, skewed, kl, _ = CASES[name]
     register_skewed_lengths()
     stages: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         save_model(MODEL, folder / "model")
         write_prompts(folder / "data.jsonl", (steps + 2) * PROMPTS, PROMPT)
-        config = load_config(overrides=overrides(folder, dtype, recompute, skewed, ppo))
+        config = load_config(overrides=overrides(folder, dtype, recompute, skewed, kl))
         trainer = RayPPOTrainer(config, reward_fn=score)
         try:
             trainer.init_workers()
@@ -153,7 +158,7 @@ def measure(name: str, steps: int, profile: bool) -> dict[str, Any]:
         finally:
             trainer.close()
     rate = matmul_rate(torch.float32 if dtype == "float32" else torch.bfloat16, 2048, *SHAPES[MODEL][0:3:2])
-    floor = operations(recompute, skewed, ppo) / rate
+    floor = operations(recompute, skewed, kl) / rate
     return {
         "stages": {stage: median(values) for stage, values in stages.items()},
         "floor": floor,

@@ -122,7 +122,7 @@ def driver_seconds(rows: int, width: int, steps: int = 3) -> dict[str, float]:
         save_model("tiny", folder / "model")
         write_prompts(folder / "data.jsonl", rows // N_ROLLOUTS * (steps + 1), prompt)
         config = [
-            *overrides(folder, "float32", "always", False, False),
+            *overrides(folder, "float32", "always", False, None),
             f"data.train_batch_size={rows // N_ROLLOUTS}",
             f"data.max_prompt_length={prompt}",
             f"data.max_response_length={width - prompt}",
@@ -154,7 +154,7 @@ def training_seconds(rows: int, folder: Path) -> tuple[int, float]:
     from protocol import DataProto
     from protocol.no_padding import left_right_2_no_padding
 
-    config = load_config(overrides=overrides(folder, "float32", "always", False, False)).actor_rollout_ref
+    config = load_config(overrides=overrides(folder, "float32", "always", False, None)).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, "actor_rollout")
     worker.init_model()
     generator = torch.Generator().manual_seed(0)
@@ -212,7 +212,7 @@ def wall_seconds(group: str, ranks: int, steps: int) -> dict[str, float]:
         save_model(MODEL, folder / "model")
         write_prompts(folder / "data.jsonl", (steps + 2) * PROMPTS, 24)
         config = [
-            *overrides(folder, "float32", "always", False, False),
+            *overrides(folder, "float32", "always", False, None),
             f"trainer.worker_group={group}",
             f"trainer.n_gpus_per_node={ranks}",
         ]

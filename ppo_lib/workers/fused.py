@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ppo_lib.workers.attention import packed_attention
 
-__all__ = ["fuse_layers", "rms_norm", "rotate", "swiglu"]
+__all__ = ["fuse_layers", "gated_linear", "rms_norm", "rotate", "swiglu"]
 
 _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
 _MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
@@ -68,6 +68,11 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return F.silu(gate, inplace=True).mul_(up)
     return _SwiGLU.apply(gate, up)
+
+
+def gated_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """swiglu(gate, up) @ weight.T; the product of the two is computed again in backward, a seventh less to keep."""
+    return _GatedLinear.apply(gate, up, weight)
 
 
 def _norm_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -141,12 +146,39 @@ class _SwiGLU(torch.autograd.Function):
         return grad_gate, F.silu(gate).mul_(grad)
 
 
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight_dtype, weight = weight.dtype, weight.to(gate.dtype)
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(F.silu(gate).mul_(up), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """With a = silu(gate), g = grad @ weight: d weight = grad.T @ (a up), d up = g a, d gate = g up silu'(gate)."""
+        gate, up, weight = ctx.saved_tensors
+        active, grad_weight = F.silu(gate), None
+        if ctx.needs_input_grad[2]:
+            product = (active * up).flatten(0, -2)
+            grad_weight = (grad.flatten(0, -2).t() @ product).to(ctx.weight_dtype)
+            del product
+        grad = grad @ weight
+        grad_up = active.mul_(grad)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad)
+        return grad, grad_up, grad_weight
+
+
 def _norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    down = self.down_proj
+    if torch.is_grad_enabled() and type(down) is nn.Linear and down.bias is None:  # no adapter around it
+        return gated_linear(gate, up, down.weight)
+    return down(swiglu(gate, up))
 
 
 def _attention_forward(

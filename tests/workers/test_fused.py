@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from workers_testing import save_tiny_model
 
 from ppo_lib.workers.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
-from ppo_lib.workers.fused import fuse_layers, rms_norm, rotate, swiglu
+from ppo_lib.workers.fused import fuse_layers, gated_linear, rms_norm, rotate, swiglu
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -31,8 +31,14 @@ def plain_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
         (lambda x, w: rms_norm(x, w, 1e-5), plain_norm, [draw(2, 5, 6), draw(6)], 2),
         (rotate, plain_rotation, [draw(1, 5, 3, 8), draw(1, 5, 8), draw(1, 5, 8).flip(0, 1)], 1),
         (swiglu, lambda gate, up: F.silu(gate) * up, [draw(4, 6), draw(4, 6).flip(0)], 2),
+        (
+            gated_linear,
+            lambda gate, up, w: (F.silu(gate) * up) @ w.T,
+            [draw(1, 4, 6), draw(1, 4, 6).flip(1), draw(5, 6)],
+            3,
+        ),
     ],
-    ids=["norm", "rotation", "swiglu"],
+    ids=["norm", "rotation", "swiglu", "gated linear"],
 )
 def test_values_and_gradients_are_those_of_the_formula(
     ours: Callable[..., torch.Tensor],

@@ -65,8 +65,14 @@ COMMON = (
 OWN: dict[str, tuple[str, ...]] = {
     # the sum of its rewards is whitened over the batch, not over a prompt's rollouts: it settles sooner
     "reinforce_plus_plus": (f"{ACTOR}.entropy_coeff=0.03",),
-    # only a group's best rollout counts, by its distance from the second: small beside an entropy bonus
-    "grpo_passk": (f"{ACTOR}.entropy_coeff=0.003",),
+    # only a group's best rollout counts, by its distance from the second: small beside an entropy bonus, and 0 where two
+    # are equal, so more and smaller groups
+    "grpo_passk": (
+        f"{ACTOR}.entropy_coeff=0.003",
+        "actor_rollout_ref.rollout.n=4",
+        "data.train_batch_size=40",
+        f"{ACTOR}.ppo_mini_batch_size=10",
+    ),
     # a greedy answer is a fair baseline where rollouts are near it, not for 98 characters drawn evenly
     "remax": (
         f"{ACTOR}.entropy_coeff=0.003",

@@ -65,8 +65,8 @@ COMMON = (
 OWN: dict[str, tuple[str, ...]] = {
     # the sum of its rewards is whitened over the batch, not over a prompt's rollouts: it settles sooner
     "reinforce_plus_plus": (f"{ACTOR}.entropy_coeff=0.03",),
-    # only a group's best rollout counts, by its distance from the second: small beside an entropy bonus, and 0 where two
-    # are equal, so more and smaller groups
+    # only a group's best rollout counts, by its distance from the second: small beside an entropy bonus, and 0 where
+    # two are equal, so more and smaller groups
     "grpo_passk": (
         f"{ACTOR}.entropy_coeff=0.003",
         "actor_rollout_ref.rollout.n=4",

@@ -79,6 +79,17 @@ def cpu_seconds(work: Callable[[], Any], at_least_s: float = 0.3, at_most: int =
     return min(times)
 
 
+def cpu_seconds_in_turn(*sides: Callable[[], Any], times: int = 5) -> list[float]:
+    """The least CPU-seconds of each side, which run in turn, so that what disturbs the machine disturbs them all."""
+    taken: list[list[float]] = [[] for _ in sides]
+    for _ in range(times):
+        for side, seen in zip(sides, taken):
+            began = time.process_time()
+            side()
+            seen.append(time.process_time() - began)
+    return list(map(min, taken))
+
+
 def matmul_rate(dtype: torch.dtype, rows: int, inner: int, outer: int) -> float:
     """Operations per CPU-second of (rows, inner) @ (inner, outer), two for each multiply and add."""
     a, b = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)

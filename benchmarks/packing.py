@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from common import cpu_seconds, machine, print_table, save_model
+from common import cpu_seconds_in_turn, machine, print_table, save_model
 from tensordict import TensorDict
 
 from ppo_lib.workers.attention import PACKED_ATTENTION, register_packed_attention
@@ -102,7 +102,7 @@ def compare(name: str, rows: int, width: int) -> list[Any]:
     for side in (packed, own_layers):
         if abs(one - (other := side())) > 1e-4 * abs(one):
             raise SystemExit(f"{name}: the losses differ, {one} padded and {other} packed")
-    slow, fast, plain = cpu_seconds(padded), cpu_seconds(packed), cpu_seconds(own_layers)
+    slow, fast, plain = cpu_seconds_in_turn(padded, packed, own_layers)
     return [f"{name}, {rows} rows x {width}", f"{real:.0%}", slow, fast, slow / fast, plain, slow / plain]
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    cases = [("tiny", 8, 128)] if quick else [("5M", 16, 512), ("30M", 8, 512)]
+    cases = [("tiny", 8, 128)] if quick else [("5M", 16, 512), ("5M", 8, 1024), ("30M", 8, 512), ("30M", 8, 1024)]
     print(machine())
     rows = [compare(*case) for case in cases]
     header = ["model", "real", "padded CPU-s", "packed CPU-s", "ratio (target 4.5)", "own layers CPU-s", "ratio"]

@@ -80,7 +80,9 @@ OWN: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.rollout.temperature=0.2",
         "actor_rollout_ref.rollout.n=16",
     ),
+    # as reinforce_plus_plus
     "gae": (
+        f"{ACTOR}.entropy_coeff=0.03",
         "algorithm.lam=0.95",
         "critic.optim.lr=1e-3",
         "critic.optim.betas=[0.9,0.95]",

@@ -44,7 +44,7 @@ class Line(NamedTuple):
     ours: Cost
     theirs: Cost
     warm: Cost | None  # the copy into memory that was there
-    limit: float | None
+    limit: float
 
 
 def batch(rows: int) -> DataProto:
@@ -147,7 +147,7 @@ def ray_lines(data: DataProto, times: int) -> list[Line]:
     finally:
         ray.shutdown()
     name = f"ray.put, ray.get, {_megabytes(data)} MB: numpy, "
-    return [Line(name + "writable", ours, writable, None, 2.0), Line(name + "read-only", ours, read_only, None, None)]
+    return [Line(name + "writable", ours, writable, None, 2.0), Line(name + "read-only", ours, read_only, None, 2.0)]
 
 
 def _megabytes(data: DataProto) -> int:
@@ -182,7 +182,7 @@ def main() -> None:
     for name, ours, theirs, warm, limit in lines:
         print(
             f"{name:46}{ours.seconds * 1e3:8.1f}{theirs.seconds * 1e3:9.1f}{ours.seconds / theirs.seconds:7.2f}"
-            f"{limit or '':>7}{ours.cpu_seconds:8.3f}{theirs.cpu_seconds:12.3f}"
+            f"{limit:7.1f}{ours.cpu_seconds:8.3f}{theirs.cpu_seconds:12.3f}"
             + (f"{warm.seconds * 1e3:9.1f}" if warm else "")
         )
 

@@ -352,6 +352,14 @@ def test_integers_travel_in_the_narrowest_type_and_arrive_in_their_own(dtype, le
         sent[key].zero_()
 
 
+def test_what_was_sent_before_integers_were_narrowed_still_arrives():
+    ids = torch.arange(9000).view(3, 3000)
+    encoded = serialize_tensordict(TensorDict({"ids": ids}, batch_size=[3]))
+    assert encoded["tensors"]["ids"].data.dtype == np.int16
+    old = {**encoded, "version": 2, "tensors": {"ids": serialize_single_tensor(ids)}}
+    assert torch.equal(deserialize_tensordict(old)["ids"], ids)
+
+
 def test_narrowed_integers_go_to_a_file_and_back_jagged_ones_too(tmp_path: Path):
     rows = [torch.arange(length) for length in (5000, 0, 300)]
     data = DataProto.from_dict({"jagged": tu.nested_tensor_from_tensor_list(rows), "mask": torch.ones(3, 9000).long()})

@@ -150,7 +150,7 @@ def _own(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def serialize_tensordict(batch: TensorDictBase) -> dict[str, Any]:
-    """TensorDict -> containers around numpy arrays: memory of contiguous CPU tensors, or narrowed copies of integers."""
+    """TensorDict -> containers around numpy arrays: memory of contiguous CPU tensors, or narrowed copies of ints."""
     tensors, inner, rows, values = {}, {}, {}, {}
     memo: Memo = {}
     for key, entry in tu.entries(batch):

@@ -5,16 +5,16 @@ loads anywhere, whatever the environment says. Pickle protocol 5 hands numpy arr
 makes sending cost about a memory copy; torch's own reduction of a tensor costs several. The integers of a TensorDict
 (tokens, positions, masks) go in the narrowest type that holds them: looking for it costs a tenth of writing their bytes
 to new memory, and most go in an eighth to a half of them. Everything arrives on the CPU, in the type that it had and in
-memory of its own: read-only buffers, which is what an object store gives out, are copied once.
+memory of its own: read-only buffers, which is what an object store gives out, are copied once, to memory that another
+batch has left where there is some (`recycled.py`). Tensors are gone through side by side (`threads.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import os
+import math
 import pickle
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +22,17 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from protocol import jagged
+from protocol import jagged, recycled
 from protocol import tensordict_utils as tu
 from protocol.errors import BatchMismatchError, NotStorableError
+from protocol.threads import side_by_side
 from protocol.values import short
 
 VERSION = 3
 _READ = (2, VERSION)  # 2: no narrowed integers
-_LARGE = 1 << 24  # bytes
 _SMALL = 1 << 15  # bytes; below, narrowing does not pay
-_NARROW = {np.dtype(np.int8), np.dtype(np.int16), np.dtype(np.int32)}
+_PART = 1 << 18  # entries that are looked at and converted at a time
+_NARROW = [np.dtype(np.int8), np.dtype(np.int16), np.dtype(np.int32)]
 _WIDE = {torch.int16, torch.int32, torch.int64}
 _PLAIN = {str, int, float, bool, bytes, type(None)}  # cannot hold an array
 
@@ -78,35 +79,47 @@ def _pack(tensor: Tensor, memo: Memo, name: str = "a tensor", narrow: bool = Tru
     if not tensor.is_nested:
         return _pack_dense(tensor, narrow)
     values, offsets, dim = jagged.parts_of(tensor)
-    if id(offsets) not in memo:
-        memo[id(offsets)] = (offsets, _pack_dense(offsets, narrow))
-    return PackedJagged(_pack_dense(values, narrow), memo[id(offsets)][1], dim)
+    return PackedJagged(_pack_dense(values, narrow), _once(offsets, memo, lambda: _pack_dense(offsets, narrow)), dim)
+
+
+def _once(value: Any, memo: Memo, make: Callable[[], Any]) -> Any:
+    if id(value) not in memo:
+        memo.setdefault(id(value), (value, make()))  # or what another thread was first with
+    return memo[id(value)][1]
 
 
 def _pack_dense(tensor: Tensor, narrow: bool) -> Packed:
-    dtype = _narrowest(tensor) if narrow else tensor.dtype
-    flat = tensor.detach().to(dtype).resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    data = (flat.view(torch.uint8) if dtype == tensor.dtype else flat).numpy()
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    data = _narrowed(flat.numpy()) if narrow and flat.dtype in _WIDE and flat.nbytes >= _SMALL else None
+    if data is None:
+        data = flat.view(torch.uint8).numpy()
     return Packed(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
-def _narrowest(tensor: Tensor) -> torch.dtype:
-    """The smallest signed integer type that holds what stands in an integer tensor; the tensor's own for any other."""
-    if tensor.dtype not in _WIDE or tensor.nbytes < _SMALL:
-        return tensor.dtype
-    least, most = (int(bound) for bound in tensor.aminmax())
-    for dtype in (torch.int8, torch.int16, torch.int32):
-        if dtype.itemsize < tensor.dtype.itemsize and torch.iinfo(dtype).min <= least <= most <= torch.iinfo(dtype).max:
-            return dtype
-    return tensor.dtype
+def _narrowed(flat: np.ndarray) -> np.ndarray | None:
+    """Flat integers in the smallest signed type that holds them; None where that is their own."""
+    for dtype in _NARROW:
+        if dtype.itemsize < flat.itemsize and _fill(data := recycled.empty(flat.size, dtype), flat):
+            return data
+    return None
+
+
+def _fill(narrow: np.ndarray, flat: np.ndarray) -> bool:
+    """Convert, and stop at what does not fit: False. By parts, so that each is read from memory once."""
+    bounds = np.iinfo(narrow.dtype)
+    unsigned = f"u{flat.itemsize}"  # as which a negative number is a large one: one look at what has none
+    for at in range(0, flat.size, _PART):
+        part = flat[at : at + _PART]
+        if part.view(unsigned).max() > bounds.max and (part.min() < bounds.min or part.max() > bounds.max):
+            return False
+        np.copyto(narrow[at : at + _PART], part, casting="unsafe")
+    return True
 
 
 def _unpack(packed: Packed | PackedJagged, memo: Memo) -> Tensor:
     if not isinstance(packed, PackedJagged):
         return _unpack_dense(packed)
-    if id(packed.offsets) not in memo:
-        memo[id(packed.offsets)] = (packed.offsets, _unpack_dense(packed.offsets))
-    values, offsets = _unpack_dense(packed.values), memo[id(packed.offsets)][1]
+    values, offsets = _unpack_dense(packed.values), _once(packed.offsets, memo, lambda: _unpack_dense(packed.offsets))
     if offsets.dim() != 1 or not 1 <= packed.dim <= values.dim() or not len(offsets):
         raise BatchMismatchError(
             f"offsets {tuple(offsets.shape)} and values {tuple(values.shape)} are no jagged tensor"
@@ -134,15 +147,9 @@ def _unpack_dense(packed: Packed) -> Tensor:
 
 
 def _own(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy as `dtype`. New memory costs more to be given than to be filled; threads get and fill it side by side."""
-    if data.size * dtype.itemsize < _LARGE:
-        own = torch.empty(data.size * dtype.itemsize, dtype=torch.uint8).numpy().view(dtype)
-        np.copyto(own, data)
-        return own
-    own = np.empty_like(data, dtype=dtype)  # numpy asks for huge pages
-    parts = min(4, os.cpu_count() or 1)
-    with ThreadPoolExecutor(parts) as threads:
-        list(threads.map(np.copyto, np.array_split(own, parts), np.array_split(data, parts)))
+    """A copy as `dtype`."""
+    own = recycled.empty(data.size, dtype)
+    np.copyto(own, data)
     return own
 
 
@@ -161,11 +168,11 @@ def serialize_tensordict(batch: TensorDictBase) -> dict[str, Any]:
         elif isinstance(entry, TensorDictBase):
             inner[key] = serialize_tensordict(entry)
         else:
-            tensors[key] = _pack(entry, memo, repr(key))
+            tensors[key] = entry
     return {
         "version": VERSION,
         "batch_size": tuple(batch.batch_size),
-        "tensors": tensors,
+        "tensors": side_by_side(lambda key, tensor: _pack(tensor, memo, repr(key)), tensors, _entries),
         "inner": inner,
         "python": encode_values({"rows": rows, "values": values}),
     }
@@ -177,13 +184,19 @@ def deserialize_tensordict(arr: Mapping[str, Any]) -> TensorDict:
         raise BatchMismatchError(f"this TensorDict came as format {arr['version']}, this side reads {VERSION}")
     memo: Memo = {}
     python = decode_values(arr["python"])
-    source: dict[str, Any] = {key: _unpack(packed, memo) for key, packed in arr["tensors"].items()}
+    source: dict[str, Any] = side_by_side(lambda _, packed: _unpack(packed, memo), arr["tensors"], _entries)
     source |= {key: deserialize_tensordict(inner) for key, inner in arr["inner"].items()}
     source |= {key: tu.stack_of(rows) for key, rows in python["rows"].items()}
     td = TensorDict(source, batch_size=arr["batch_size"])
     for key, value in python["values"].items():
         tu.assign_non_tensor_data(td, key, value)
     return td
+
+
+def _entries(tensor: Tensor | Packed | PackedJagged) -> int:
+    if isinstance(tensor, Tensor):
+        return tensor.numel()
+    return math.prod((tensor.values if isinstance(tensor, PackedJagged) else tensor).shape)
 
 
 # ---- Python values

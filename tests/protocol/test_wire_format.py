@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from envelopes import dtypes_of, envelope, rows_of
+from envelopes import dtypes_of, envelope, rows_of, through_store
 from tensordict import TensorDict
 
 from protocol import (
@@ -35,13 +35,6 @@ from protocol.values import deep_equal
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64]
-
-
-def through_store(value: Any) -> Any:
-    """Pickle as an object store does: buffers out of band, and read-only on arrival."""
-    buffers: list[pickle.PickleBuffer] = []
-    payload = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(payload, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
 
 def in_band(value: Any) -> Any:

@@ -7,7 +7,7 @@
 2. Step time against tokens: log-prob pass and update of a 3.2M Llama for 32 to 256 rows, and the straight line
    through them.
 3. Ray against local, and two ranks against one: the step of grpo_step.py (old log-probs recomputed), wall time, one
-   thread a rank. Needs two cores of its own.
+   thread a rank, the fastest of each stage in three rounds. Needs two cores of its own.
 
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py [--quick] [--part 1|2|3]
 """
@@ -231,15 +231,19 @@ def wall_seconds(group: str, ranks: int, steps: int) -> dict[str, float]:
     return {stage: min(step[stage] for step in seen[2:]) for stage in seen[-1]}
 
 
-def groups_and_ranks(steps: int) -> None:
+def groups_and_ranks(steps: int, rounds: int) -> None:
+    """The cases in turn, several times over, so that a busier minute of the machine falls on all of them."""
     cases = [("local", 1), ("ray", 1), ("ray", 2)]
-    took = [json.loads(in_own_process(["--wall", group, str(ranks), str(steps)])) for group, ranks in cases]
-    rows = []
-    for (group, ranks), result in zip(cases, took):
-        training = result["old_log_prob"] + result["update_actor"]
-        base = took[1]["old_log_prob"] + took[1]["update_actor"]
-        ratios = [result["step"] / took[0]["step"], training / base]
-        rows.append([f"{group}, {ranks} rank(s)", result["step"], ratios[0], result["gen"], training, ratios[1]])
+    runs = [
+        [json.loads(in_own_process(["--wall", group, str(ranks), str(steps)])) for group, ranks in cases]
+        for _ in range(rounds)
+    ]
+    took = [{stage: min(run[stage] for run in of_case) for stage in of_case[0]} for of_case in zip(*runs)]
+    training = [result["old_log_prob"] + result["update_actor"] for result in took]
+    rows = [
+        [f"{group}, {ranks} rank(s)", result["step"], result["step"] / took[0]["step"], result["gen"], *stages]
+        for (group, ranks), result, stages in zip(cases, took, [(own, own / training[1]) for own in training])
+    ]
     header = ["group", "step s", "of local", "gen s", "training stages s", "of one rank"]
     print_table("Wall time of a step (targets: Ray 1.05 of local, two ranks 0.65 of one)", header, rows)
 
@@ -271,7 +275,7 @@ def main() -> None:
         if options.part != 2:
             driver_share(*((64, 256) if options.quick else (ROWS, WIDTH)), slope)
     if options.part in (None, 3) and not options.quick:
-        groups_and_ranks(steps=5)
+        groups_and_ranks(steps=4, rounds=3)
 
 
 if __name__ == "__main__":

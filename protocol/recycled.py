@@ -30,7 +30,7 @@ def empty(size: int, dtype: np.dtype) -> np.ndarray:
     block = _taken(nbytes)
     if block is None:
         block = np.empty(nbytes, np.uint8)  # numpy asks for huge pages
-    owner = np.frombuffer(memoryview(block), np.uint8)  # what every view refers to, and the block does not
+    owner = np.frombuffer(block.data, np.uint8)  # what every view refers to, and the block does not
     weakref.finalize(owner, _give_back, block).atexit = False
     return owner[:nbytes].view(dtype)
 

@@ -193,7 +193,8 @@ def deserialize_tensordict(arr: Mapping[str, Any]) -> TensorDict:
     return td
 
 
-def _entries(tensor: Tensor | Packed | PackedJagged) -> int:
+def _entries(tensor: Any) -> int:
+    """Numbers in a tensor, packed or not."""
     if isinstance(tensor, Tensor):
         return tensor.numel()
     return math.prod((tensor.values if isinstance(tensor, PackedJagged) else tensor).shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_lib.algorithms.masked import log_ratio
+from ppo_lib.algorithms.masked import distance, log_ratio
 from ppo_lib.algorithms.names import KL_CONTROLLERS, KL_FROM_LOGITS, KL_PENALTIES, unknown_name
 from ppo_lib.errors import BatchMismatchError, ConfigError
 
@@ -22,7 +22,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, mask: Tens
     With d = logprob - ref_logprob (http://joschu.net/blog/kl-approx.html):
 
         kl, k1           d                     unbiased value, may be negative
-        abs              |d|
+        abs              |d|                   no gradient while that is a rounding error, see `masked.distance`
         mse, k2          d^2 / 2               the gradient of its mean is that of the KL
         low_var_kl, k3   exp(-d) - 1 + d       unbiased value, never negative; at most `K3_MAX`
 
@@ -54,7 +54,7 @@ def _kl_value(d: Tensor, form: str) -> Tensor:
     if form in ("kl", "k1"):
         return d
     if form == "abs":
-        return d.abs()
+        return distance(d)
     if form in ("mse", "k2"):
         return 0.5 * d.square()
     return ((-d).exp() - 1 + d).clamp(max=K3_MAX)  # low_var_kl, k3

@@ -15,6 +15,9 @@ from ppo_lib.errors import BatchMismatchError
 LOG_RATIO_CLAMP = 20.0
 """Bound on every log ratio before it is used: exp(20) = 5e8 still squares to a finite float32."""
 
+LOG_PROB_ROUNDING = 1e-5
+"""How far the log-probs of two float32 passes over equal weights may be from each other."""
+
 
 def check_same_shape(**tensors: Tensor) -> None:
     """Raise `BatchMismatchError`, naming the tensors, unless all of them are (B, R) with one shape."""
@@ -62,3 +65,13 @@ def log_ratio(log_prob: Tensor, other_log_prob: Tensor, mask: Tensor | None = No
     if mask is not None:
         difference = torch.where(mask.bool(), difference, 0)
     return difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def distance(log_ratio: Tensor) -> Tensor:
+    """`|log_ratio|`, any shape. Its gradient is the sign, and 0 up to `LOG_PROB_ROUNDING`.
+
+    There the sign is that of a rounding error, and would be a gradient of full size in a random direction: the policy
+    before its first update is the reference, and the one that sampled.
+    """
+    size = log_ratio.abs()
+    return torch.where(size > LOG_PROB_ROUNDING, size, size.detach())

@@ -251,6 +251,13 @@ def test_kl_cov_by_hand():
     assert metrics == {"ppo_kl": pytest.approx(1 / 4)}
 
 
+def test_kl_cov_before_the_first_update_is_the_policy_gradient_whatever_the_rounding():
+    config = LossConfig(policy_loss=PolicyLossSettings(kl_cov_ratio=1, ppo_kl_coef=0.5))
+    ratios = [[1.0, 1 + 2e-6, 1 - 2e-6, 1 + 1e-6]]
+    _, gradient, _ = run("kl_cov", ratios, COV_ADVANTAGES, old=COV_OLD, config=config)
+    assert gradient == [pytest.approx([-advantage for advantage in COV_ADVANTAGES[0]], rel=1e-5)]
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_even_a_small_share_holds_back_one_token(name):
     settings = PolicyLossSettings(clip_cov_lb=-99.0, clip_cov_ub=99.0, ppo_kl_coef=7.0)

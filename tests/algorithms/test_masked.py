@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ppo_lib.algorithms.masked import check_same_shape, log_ratio, masked_mean, masked_sum, masked_whiten
+from ppo_lib.algorithms.masked import check_same_shape, distance, log_ratio, masked_mean, masked_sum, masked_whiten
 from ppo_lib.errors import BatchMismatchError
 
 NAN = float("nan")
@@ -49,6 +49,14 @@ def test_log_ratio_is_bounded_and_stops_the_gradient_outside_the_mask():
     assert result.tolist() == [[1, 20, -20, 0]]
     result.sum().backward()
     assert a.grad.tolist() == [[1, 0, 0, 0]]
+
+
+def test_distance_has_no_direction_while_it_is_a_rounding_error():
+    a = torch.tensor([[0.5, -2.0, 9e-6, -9e-6, 0.0, 2e-5, -2e-5]], requires_grad=True)
+    result = distance(a)
+    assert torch.equal(result, a.detach().abs())
+    result.sum().backward()
+    assert a.grad.tolist() == [[1, -1, 0, 0, 0, 1, -1]]
 
 
 def test_shapes_that_differ_are_named():

@@ -142,12 +142,15 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_actor(parts, tm
 
 def _kill_while_it_generates(parts: Parts, replica: int) -> tuple[list, int]:
     """Submit a batch and kill the replica's process over it; returns the handles and the process."""
-    handles = parts.loops.submit(gen_batch_of(PROMPTS, n=200))
-    while not parts.servers.status()[replica].running:
-        time.sleep(0.01)
-    process = parts.servers.status()[replica].detail["pid"]
-    os.kill(process, signal.SIGKILL)
-    return handles, process
+    for _ in range(20):
+        handles = parts.loops.submit(gen_batch_of(PROMPTS, n=200))
+        while not all(handle.future.done() for handle in handles):
+            status = parts.servers.status()[replica]
+            if status.running:
+                os.kill(status.detail["pid"], signal.SIGKILL)
+                return handles, status.detail["pid"]
+        list(parts.loops.collect(handles))  # it was through before it was seen at work
+    raise AssertionError("20 batches were through before the replica was seen at work")
 
 
 def test_a_killed_replica_is_restarted_with_the_current_weights_and_its_requests_run_again(parts):

@@ -31,7 +31,7 @@ class Parts:
 
     def host(self) -> psutil.Process:
         """The process that has the engine."""
-        return psutil.Process(self.servers.status()[0].detail["pid"])
+        return host_of(self.servers)
 
     def close(self) -> None:
         self.loops.shutdown()
@@ -39,11 +39,16 @@ class Parts:
         self.group.shutdown()
 
 
+def host_of(servers: LLMServerManager) -> psutil.Process:
+    """The process that has the first engine."""
+    return psutil.Process(servers.status()[0].detail["pid"])
+
+
 def signal_while_it_generates(
-    parts: Parts, handles: Sequence[SampleHandle], whom: Callable[[], psutil.Process], what: signal.Signals
+    servers: LLMServerManager, handles: Sequence[SampleHandle], whom: Callable[[], psutil.Process], what: signal.Signals
 ) -> float:
     """Wait until the engine generates for these samples, then send a signal; returns when."""
-    while not parts.servers.status()[0].running:
+    while not servers.status()[0].running:
         assert not all(handle.future.done() for handle in handles), "they were finished before they were seen to run"
         time.sleep(0.01)
     os.kill(whom().pid, what)

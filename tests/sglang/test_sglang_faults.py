@@ -87,7 +87,7 @@ def test_an_engine_killed_or_hanging_while_it_generates_is_started_again_and_the
             parts.group.change(2 + restarts)
             version = parts.checkpoints.update_weights(restarts)
             handles = parts.loops.submit(batch)
-            signal_while_it_generates(parts, handles, whom, what)
+            signal_while_it_generates(parts.servers, handles, whom, what)
             output = parts.loops.collate(list(parts.loops.collect(handles)), batch)
             assert parts.servers.replicas[0].restarts == restarts + 1
             assert len(output) == len(batch)
@@ -96,7 +96,7 @@ def test_an_engine_killed_or_hanging_while_it_generates_is_started_again_and_the
             parts.checkpoints.sleep_replicas()
 
         handles = parts.loops.submit(batch) if parts.checkpoints.update_weights(9) else []
-        begin = signal_while_it_generates(parts, handles, parts.host, signal.SIGKILL)
+        begin = signal_while_it_generates(parts.servers, handles, parts.host, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"the sglang engine died .*SIGKILL"):
             list(parts.loops.collect(handles))
         assert time.monotonic() - begin < 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rollout_testing import gen_batch_of, ppo_config, prompts_of
+from sglang_testing import host_of, signal_while_it_generates
 
 from ppo_lib import RayPPOTrainer, load_config
 from ppo_lib.models import load_tokenizer, resolve_model_path
@@ -99,9 +99,7 @@ def test_log_probs_stay_those_of_a_two_rank_actor_over_five_updates_sleep_and_a_
 
         many = gen_batch_of(prompts_of([3, 21, 9, 14]), n=32, temperature=TEMPERATURE)
         handles = loops.submit(many)
-        while not servers.status()[0].running:
-            pass
-        os.kill(servers.status()[0].detail["pid"], signal.SIGKILL)
+        signal_while_it_generates(servers, handles, lambda: host_of(servers), signal.SIGKILL)
         output = loops.collate(list(loops.collect(handles)), many)
         assert output.batch["weight_version_max"].unique().tolist() == [5]
         assert servers.replicas[0].restarts == 1

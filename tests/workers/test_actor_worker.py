@@ -67,7 +67,7 @@ def test_update_follows_the_gradient_of_the_loss_written_out(tiny_model: str) ->
     loss.backward()
     recorded = Gradients(actor.actor.engine)
     metrics = actor.update_actor(td)
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)  # of terms up to 1
     assert metrics["actor/kl_coef"] == 0.1
     assert 0 < metrics["actor/pg_clipfrac"] < 1
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])

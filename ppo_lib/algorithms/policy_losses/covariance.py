@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_lib.algorithms.loss_config import LossConfig
-from ppo_lib.algorithms.masked import log_ratio
+from ppo_lib.algorithms.masked import distance, log_ratio
 from ppo_lib.algorithms.policy_losses.tokens import Tokens
 
 
@@ -83,7 +83,8 @@ def compute_policy_loss_kl_cov(
         cov = (log pi - mean log pi) (A - mean A)
         L = -A r,    and + ppo_kl_coef |log_r| for the N kl_cov_ratio tokens (at least one) of largest covariance
 
-    of the N tokens of the mini-batch (arXiv:2505.22617).
+    of the N tokens of the mini-batch (arXiv:2505.22617). |log_r| has no gradient while it is a rounding error, see
+    `masked.distance`.
 
     Args:
         old_log_prob: (b, R) float32, where the ratio is 1; no gradient goes through it.
@@ -101,7 +102,7 @@ def compute_policy_loss_kl_cov(
     tokens = Tokens.of(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
     rule = config.mini_batch or kl_cov_rule(*_flat(old_log_prob, tokens), config)
     held = rule.covariance(tokens.log_prob, tokens.advantages) >= rule.threshold
-    penalty = torch.where(held, config.policy_loss.ppo_kl_coef * tokens.log_r.abs(), 0)
+    penalty = torch.where(held, config.policy_loss.ppo_kl_coef * distance(tokens.log_r), 0)
     losses = -tokens.advantages * tokens.log_r.exp() + penalty
     return tokens.loss(losses), {"ppo_kl": tokens.mean(tokens.log_r.abs())}
 

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from rollout_testing import rollout_config
 
 from ppo_lib.errors import ConfigError
-from ppo_lib.rollout.sglang.arguments import TAKEN
+from ppo_lib.rollout.sglang.arguments import TAKEN, engine_arguments
 from ppo_lib.rollout.sglang.versions import check_arguments, known_arguments, require_sglang
 
 
@@ -33,3 +34,13 @@ def test_the_installed_version_is_one_that_is_known_to_work():
 def test_arguments_that_follow_from_other_keys_cannot_be_passed_through(name):
     with pytest.raises(ConfigError, match=f"{name} cannot be set"):
         check_arguments([name], TAKEN)
+
+
+def test_the_cache_of_a_cpu_engine_is_sized_by_its_tokens_and_not_by_what_a_gpu_would_set_aside(model_dirs):
+    """SGLang sets 1.5 MB a prefill token aside: more than a machine of 24 GB has, which left a negative share."""
+    config = rollout_config(model_dirs["llama"], name="sglang", max_num_seqs=16)
+    arguments = engine_arguments(config, str(model_dirs["llama"]), "cpu", 264, "float32", None)
+    assert arguments["mem_fraction_static"] == 0.9
+    assert arguments["max_total_tokens"] == 16 * 264
+    config = rollout_config(model_dirs["llama"], name="sglang", engine_kwargs={"sglang": {"mem_fraction_static": 0.5}})
+    assert engine_arguments(config, str(model_dirs["llama"]), "cpu", 264, "float32", None)["mem_fraction_static"] == 0.5

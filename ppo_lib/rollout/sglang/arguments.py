@@ -27,6 +27,8 @@ _CPU = {
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
+    # Unless told, SGLang takes off as much for activations as a GPU needs, which may be more than the machine has.
+    "mem_fraction_static": 0.9,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 
 import numpy as np
 import psutil
@@ -26,6 +27,7 @@ from ppo_lib.single_controller import (
     create_colocated_worker_cls,
     make_nd_compute_dataproto_dispatch_fn,
     register,
+    watch,
 )
 from ppo_lib.single_controller.future import _NOT_YET
 from protocol import DataProto
@@ -303,6 +305,21 @@ def test_shutdown_ends_the_processes_and_frees_the_slots(ray_cluster, no_leftove
     group.shutdown()
     assert not psutil.pid_exists(pid)
     assert ray.util.placement_group_table(reserved)["state"] == "REMOVED"
+
+
+def test_watches_end_with_their_groups_and_all_of_them_before_ray_does(ray_cluster, monkeypatch):
+    monkeypatch.setattr(watch, "_watches", watches := {})
+    pools = [RayResourcePool([1], name_prefix=f"watched{index}") for index in range(2)]
+    first, second = (RayWorkerGroup(pool, RayClassWithInitArgs(Plain), timeout_s=60) for pool in pools)
+    assert len(watches) == 2
+    first.shutdown()
+    deadline = time.monotonic() + 10
+    while len(watches) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    watch._end_all()
+    assert not watches
+    second.shutdown()
 
 
 class Plain(Worker):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,7 +16,8 @@ from ppo_lib.single_controller import available_cores, ensure_ray
 from ppo_lib.single_controller.ray_runtime import ray_init_options
 
 DRIVER = """
-import threading
+import faulthandler, signal, threading
+faulthandler.register(signal.SIGUSR1)
 from ppo_lib.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker
 from ppo_lib.single_controller import ensure_ray, register
 
@@ -41,7 +43,13 @@ def test_no_rank_outlives_its_driver(no_leftovers, how):
         processes = {pid for pid, title in no_leftovers.below(driver.pid).items() if "Agent" not in title}
         assert len(processes) >= 3  # Ray's own and the rank
         driver.send_signal(how)
-        driver.wait(timeout=30)
+        try:
+            driver.wait(timeout=60)  # Ray's own end takes five seconds, rarely many more
+        except subprocess.TimeoutExpired:
+            driver.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            driver.kill()
+            pytest.fail(f"it goes on after {how.name}:\n{driver.communicate()[1]}")
         assert no_leftovers.survivors(processes, timeout_s=30) == set()
     finally:
         driver.kill()

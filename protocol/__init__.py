@@ -21,15 +21,11 @@ if TYPE_CHECKING:
     from protocol.lineage import LineageEntry, stage
     from protocol.merge import union_numpy_dict
     from protocol.no_padding import left_right_2_no_padding, no_padding_2_padding
+    from protocol.packed import deserialize_single_tensor, serialize_single_tensor
     from protocol.rows import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
     from protocol.schema import FIELDS, STAGES, FieldSpec, check_stage_output
     from protocol.td_merge import union_tensor_dict
-    from protocol.wire import (
-        deserialize_single_tensor,
-        deserialize_tensordict,
-        serialize_single_tensor,
-        serialize_tensordict,
-    )
+    from protocol.wire import deserialize_tensordict, serialize_tensordict
 
 _HOMES = {
     "DataProto": "envelope",
@@ -41,13 +37,13 @@ _HOMES = {
     "STAGES": "schema",
     "check_stage_output": "schema",
     "collate_fn": "envelope",
-    "deserialize_single_tensor": "wire",
+    "deserialize_single_tensor": "packed",
     "deserialize_tensordict": "wire",
     "fold_batch_dim": "dimensions",
     "left_right_2_no_padding": "no_padding",
     "no_padding_2_padding": "no_padding",
     "pad_dataproto_to_divisor": "rows",
-    "serialize_single_tensor": "wire",
+    "serialize_single_tensor": "packed",
     "serialize_tensordict": "wire",
     "stage": "lineage",
     "unfold_batch_dim": "dimensions",

@@ -20,7 +20,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from safetensors import SafetensorError
 
 from protocol.errors import FileFormatError, NotStorableError
-from protocol.wire import Packed, PackedJagged
+from protocol.packed import Packed, PackedJagged
 
 FORMAT = "protocol.DataProto 1"
 _STRUCTURE = "structure"

@@ -116,13 +116,12 @@ class DataProto(RowOperations, MergeOperations, DimensionOperations):
         return td
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_wire, (type(self), *self._state())
+        batch = None if self.batch is None else wire.serialize_tensordict(self.batch, in_block=True)
+        return _from_wire, (type(self), batch, wire.pickle_values(self._rest()))
 
-    def _state(self) -> tuple[Any, Any]:
-        """Everything this envelope consists of, subclass attributes included, as `wire` sends it."""
-        batch = None if self.batch is None else wire.serialize_tensordict(self.batch)
-        rest = {**self.__dict__, "batch": None, "lineage": tuple(map(tuple, self.lineage))}
-        return batch, wire.encode_values(rest)
+    def _rest(self) -> dict[str, Any]:
+        """What this envelope consists of beside its tensors, subclass attributes included."""
+        return {**self.__dict__, "batch": None, "lineage": tuple(map(tuple, self.lineage))}
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write one file that `load_from_disk` reads; whole or not at all.
@@ -130,7 +129,8 @@ class DataProto(RowOperations, MergeOperations, DimensionOperations):
         It holds tensors, arrays and plain Python values: None, numbers, strings, bytes, and lists, tuples, sets and
         dicts of these. Anything else is refused with NotStorableError naming where it stands, before a byte is written.
         """
-        disk.save(filepath, self._state())
+        batch = None if self.batch is None else wire.serialize_tensordict(self.batch)
+        disk.save(filepath, (batch, wire.encode_values(self._rest())))
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
@@ -301,8 +301,15 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 def _from_wire(cls: type[Envelope], batch: Any, rest: Any) -> Envelope:
     new = object.__new__(cls)
-    new.__dict__.update(wire.decode_values(rest))
-    new.batch = None if batch is None else wire.deserialize_tensordict(batch)
+
+    def fill_in() -> None:
+        new.__dict__.update(wire.unpickle_values(rest))
+
+    if batch is None:
+        fill_in()
+    else:
+        tensors = wire.deserialize_tensordict(batch, meanwhile=fill_in)
+        new.batch = tensors  # after `fill_in`, which has None there
     new.lineage = tuple(LineageEntry(*entry) for entry in new.lineage)
     new.check_consistency()
     return new

@@ -1,49 +1,106 @@
-"""Work on the tensors of an envelope in a few threads: numpy and torch let go of the interpreter while they copy."""
+"""Do a few long jobs in a few threads: numpy and torch let go of the interpreter while they copy."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _HELPERS = max(1, min(4, os.cpu_count() or 1) - 1)  # beside the thread that calls
-_WORTH_IT = 1 << 17  # entries
+_WORTH_IT = 1 << 20  # bytes
+_MOMENT = 0.001  # seconds that a helper may take to begin
+_helper_ids: list[int] = []  # of the operating system's
 
-V = TypeVar("V")
+J = TypeVar("J")
 R = TypeVar("R")
 
 
-def side_by_side(work: Callable[[str, V], R], items: Mapping[str, V], entries: Callable[[V], int]) -> dict[str, R]:
-    """`work(key, value)` on each item, in the calling thread and in others where that pays.
+def side_by_side(
+    work: Callable[[J], R], jobs: Sequence[J], sizes: Sequence[int], meanwhile: Callable[[], Any] | None = None
+) -> list[R]:
+    """`work(job)` for each job, in the calling thread and in others where that pays.
 
-    `entries`: how many numbers there are to work on in a value.
+    `sizes`: how many bytes there are to work on in each job. `meanwhile` is called once, by the calling thread, when
+    others have begun: it may hold on to the interpreter. What little there is to do beside numpy's and torch's
+    work is better done before: it costs many times as much among copies, which leave no cache to the interpreter.
     """
-    sizes = {key: entries(value) for key, value in items.items()}
-    if sum(sizes.values()) < _WORTH_IT:
-        return {key: work(key, value) for key, value in items.items()}
-    waiting = iter(sorted(sizes, key=sizes.__getitem__, reverse=True))  # the large first: all end at about one time
-    done: dict[str, R] = {}
+    if sum(sizes) < _WORTH_IT:
+        if meanwhile:
+            meanwhile()
+        return list(map(work, jobs))
+    waiting = iter(sorted(range(len(jobs)), key=sizes.__getitem__, reverse=True))  # the large first: all end as one
+    done: dict[int, R] = {}
+    begun = threading.Event()
 
     def until_none_waits() -> None:
-        for key in waiting:
-            done[key] = work(key, items[key])
+        begun.set()
+        for at in waiting:
+            done[at] = work(jobs[at])
 
+    here = _set_apart()
     helpers = []
     with contextlib.suppress(RuntimeError):  # no new threads while the interpreter shuts down
         helpers = [_pool().submit(until_none_waits) for _ in range(_HELPERS)]
-    until_none_waits()
-    for helper in helpers:
-        if not helper.cancel():
-            helper.result()
-    return {key: done[key] for key in items}
+    if meanwhile:
+        begun.wait(_MOMENT)
+        meanwhile()
+    with _staying(here):
+        until_none_waits()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+    return [done[at] for at in range(len(jobs))]
+
+
+def _set_apart() -> set[int]:
+    """Keep the helpers off each other's CPUs and the one of the calling thread, which is returned.
+
+    Linux wakes a thread on the CPU of the one that woke it, or where it last ran, and looks for a free CPU some
+    milliseconds later: when all is done.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # no such calls on this system, or a CPU that has gone
+        here = {_libc().sched_getcpu()}
+        others = sorted(os.sched_getaffinity(0) - here)
+        for at, helper in enumerate(_helper_ids):
+            if own := others[at::_HELPERS]:
+                os.sched_setaffinity(helper, own)
+        return here
+    return set()
+
+
+@contextlib.contextmanager
+def _staying(here: set[int]) -> Iterator[None]:
+    """Keep the calling thread where it is. Not for code that may start threads: they would have to stay there too."""
+    try:
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, here & allowed)
+    except (AttributeError, OSError):  # as above
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_HELPERS, thread_name_prefix="envelope")
+    return ThreadPoolExecutor(_HELPERS, "envelope", initializer=lambda: _helper_ids.append(threading.get_native_id()))
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
+def _forget() -> None:
+    _pool.cache_clear()
+    _helper_ids.clear()
+
+
+os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork

@@ -27,7 +27,7 @@ def pack(value: Any) -> Any:
     if tensordict is not None and isinstance(value, tensordict.TensorDictBase):
         from protocol.wire import serialize_tensordict
 
-        return _Packed(serialize_tensordict(value))
+        return _Packed(serialize_tensordict(value, in_block=True))
     return _inside(value, pack)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import json
 import pickle
@@ -205,6 +206,25 @@ def test_pickles_truncated_files_and_other_files_are_refused_and_nothing_runs(tm
         file.write_bytes(whole[:cut])
         with pytest.raises(FileFormatError, match="not a whole file"):
             DataProto.load_from_disk(file)
+
+
+@pytest.mark.parametrize("part", ["python", "tensors", "inner", "block"])
+def test_a_pickle_inside_a_file_is_not_loaded(tmp_path, part):
+    file, target = tmp_path / "data", tmp_path / "executed"
+    envelope(3).save_to_disk(file)
+    pickled = {"bytes": base64.b64encode(pickle.dumps(Evil(target))).decode()}
+
+    def put_in(structure: Any, arrays: Any, metadata: Any) -> None:
+        items = structure["batch"]["dict"]
+        items[[key for key, _ in items].index(part)][1] = pickled
+        structure["rest"]["meta_info"] = {"dict": [["note", pickled]]}  # which is nothing but bytes
+
+    rewritten(file, put_in)
+    try:
+        assert type(DataProto.load_from_disk(file).meta_info["note"]) is bytes
+    except FileFormatError:
+        assert part != "block"  # which no place in the file refers to
+    assert not target.exists()
 
 
 def test_a_folder_that_is_not_there_and_a_value_that_holds_itself_are_named(tmp_path):

@@ -31,6 +31,7 @@ from protocol import (
     stage,
 )
 from protocol import tensordict_utils as tu
+from protocol.compact import Place
 from protocol.values import deep_equal
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -345,12 +346,41 @@ def test_integers_travel_in_the_narrowest_type_and_arrive_in_their_own(dtype, le
         sent[key].zero_()
 
 
-def test_what_was_sent_before_integers_were_narrowed_still_arrives():
+@pytest.mark.parametrize("send", [through_store, in_band])
+@pytest.mark.parametrize("odd", [200, -200, 40_000, -40_000, 2**31, -(2**31) - 1, 2**32 + 1, -(2**63), 2**63 - 1])
+def test_one_large_number_in_the_middle_is_not_missed(odd, send):
+    ids = torch.zeros(200, 5000, dtype=torch.int64)
+    ids[100, 7] = odd
+    data = DataProto.from_dict({"ids": ids, "mask": torch.ones_like(ids)})
+    assert torch.equal(send(data).batch["ids"], ids)
+    assert torch.equal(deserialize_tensordict(serialize_tensordict(data.batch))["ids"], ids)
+
+
+def test_narrowed_integers_are_one_buffer_and_floats_their_own():
+    columns = {f"ids {number}": torch.arange(9000).view(3, 3000) + number for number in range(5)}
+    data = DataProto.from_dict({**columns, "old_log_probs": torch.randn(3, 3000)})
+    buffers: list[pickle.PickleBuffer] = []
+    pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert sorted(len(buffer.raw()) for buffer in buffers) == [9000 * 4, 5 * (9000 * 2 + 48)]  # 48: to the next 64
+
+
+def test_what_was_sent_in_earlier_formats_still_arrives():
     ids = torch.arange(9000).view(3, 3000)
     encoded = serialize_tensordict(TensorDict({"ids": ids}, batch_size=[3]))
+    del encoded["block"]
     assert encoded["tensors"]["ids"].data.dtype == np.int16
+    assert torch.equal(deserialize_tensordict({**encoded, "version": 3})["ids"], ids)
     old = {**encoded, "version": 2, "tensors": {"ids": serialize_single_tensor(ids)}}
     assert torch.equal(deserialize_tensordict(old)["ids"], ids)
+
+
+@pytest.mark.parametrize("place", [Place(1 << 20, "int16"), Place(64, "int16"), Place(-64, "int16"), Place(0, "int64")])
+def test_a_place_that_is_not_in_the_block_is_refused(place):
+    encoded = serialize_tensordict(TensorDict({"ids": torch.arange(9000).view(3, 3000)}, [3]), in_block=True)
+    assert encoded["tensors"]["ids"].data == Place(0, "int16")
+    encoded["tensors"]["ids"] = encoded["tensors"]["ids"]._replace(data=place)
+    with pytest.raises(BatchMismatchError, match=r"9000 integers at .* are not in the 18048 bytes"):
+        deserialize_tensordict(encoded)
 
 
 def test_narrowed_integers_go_to_a_file_and_back_jagged_ones_too(tmp_path: Path):

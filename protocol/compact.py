@@ -9,7 +9,7 @@ is some (`recycled.py`), and tensors are gone through side by side (`threads.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,8 @@ class Place(NamedTuple):
 def narrowed(tensors: Tensors, in_block: bool) -> tuple[Tensors, np.ndarray | None]:
     """The same, with the integers of large ones in the smallest signed type that holds them.
 
-    `in_block`: what was narrowed is a place in the block, which comes second, and no array.
+    `in_block`: what was narrowed is a place in the block, which comes second, and no array; unless a first guess at
+    some type was wrong.
     """
     wide, flats, places, end = [], [], [], 0
     for packed in _dense(tensors):
@@ -49,13 +50,13 @@ def narrowed(tensors: Tensors, in_block: bool) -> tuple[Tensors, np.ndarray | No
                 places.append(Place(end, dtype.name))
                 end += -(-flat.size * dtype.itemsize // _LINE) * _LINE
     block = recycled.empty(end, np.dtype(np.uint8))
-    jobs = [(flat, _there(block, place, flat.size)) for flat, place in zip(flats, places)]
-    found = side_by_side(_filled, jobs, [flat.nbytes for flat in flats])
-    data: dict[int, Any] = {}
-    for packed, place, (_, there), array in zip(wide, places, jobs, found):
-        if array is not None:
-            data[id(packed)] = place if in_block and array is there else array
-    return _with(data, tensors), block if in_block and data else None
+    theirs = [_there(block, place, flat.size) for flat, place in zip(flats, places)]
+    for place, array in zip(places, theirs):  # what lies between is sent too, and has been someone's memory
+        block[place.start + array.nbytes : place.start + array.nbytes + -array.nbytes % _LINE] = 0
+    found = side_by_side(_filled, list(zip(flats, theirs)), [flat.nbytes for flat in flats])
+    if in_block and found and all(array is there for array, there in zip(found, theirs)):
+        return _with({id(packed): place for packed, place in zip(wide, places)}, tensors), block
+    return _with({id(packed): array for packed, array in zip(wide, found) if array is not None}, tensors), None
 
 
 def taken_from(block: np.ndarray, tensors: Tensors) -> Tensors:
@@ -85,7 +86,7 @@ def _dense(tensors: Tensors) -> Iterator[Packed]:
                 yield packed
 
 
-def _with(data: dict[int, Any], tensors: Tensors) -> Tensors:
+def _with(data: Mapping[int, Any], tensors: Tensors) -> Tensors:
     """`data`: by the id of the `Packed` that it is to stand in. What was one stays one."""
     new = {id(packed): packed._replace(data=data[id(packed)]) for packed in _dense(tensors) if id(packed) in data}
 

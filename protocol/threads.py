@@ -7,14 +7,14 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 _HELPERS = max(1, min(4, os.cpu_count() or 1) - 1)  # beside the thread that calls
 _WORTH_IT = 1 << 20  # bytes
 _MOMENT = 0.001  # seconds that a helper may take to begin
-_helper_ids: list[int] = []  # of the operating system's
+_helpers: list[threading.Thread] = []
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -42,50 +42,42 @@ def side_by_side(
         for at in waiting:
             done[at] = work(jobs[at])
 
-    here = _set_apart()
+    here, allowed = _set_apart()
     helpers = []
     with contextlib.suppress(RuntimeError):  # no new threads while the interpreter shuts down
         helpers = [_pool().submit(until_none_waits) for _ in range(_HELPERS)]
     if meanwhile:
         begun.wait(_MOMENT)
         meanwhile()
-    with _staying(here):
+    try:  # from here to the end no code that may start threads: they would have to stay on this CPU too
+        if here:
+            os.sched_setaffinity(0, here)
         until_none_waits()
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+    finally:
+        if allowed:
+            os.sched_setaffinity(0, allowed)  # itself, and not a function of ours: no signal comes between
     return [done[at] for at in range(len(jobs))]
 
 
-def _set_apart() -> set[int]:
-    """Keep the helpers off each other's CPUs and the one of the calling thread, which is returned.
+def _set_apart() -> tuple[set[int], set[int]]:
+    """Keep the helpers off each other's CPUs and the one of the calling thread: that, and all that it may use.
 
     Linux wakes a thread on the CPU of the one that woke it, or where it last ran, and looks for a free CPU some
     milliseconds later: when all is done.
     """
     with contextlib.suppress(AttributeError, OSError):  # no such calls on this system, or a CPU that has gone
-        here = {_libc().sched_getcpu()}
-        others = sorted(os.sched_getaffinity(0) - here)
-        for at, helper in enumerate(_helper_ids):
-            if own := others[at::_HELPERS]:
-                os.sched_setaffinity(helper, own)
-        return here
-    return set()
-
-
-@contextlib.contextmanager
-def _staying(here: set[int]) -> Iterator[None]:
-    """Keep the calling thread where it is. Not for code that may start threads: they would have to stay there too."""
-    try:
         allowed = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, here & allowed)
-    except (AttributeError, OSError):  # as above
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
+        here = {_libc().sched_getcpu()}
+        others = sorted(allowed - here)
+        for at, helper in enumerate([helper for helper in _helpers if helper.is_alive()]):
+            if (own := others[at::_HELPERS]) and helper.native_id:
+                os.sched_setaffinity(helper.native_id, own)
+        if here <= allowed:
+            return here, allowed
+    return set(), set()
 
 
 @functools.cache
@@ -95,12 +87,12 @@ def _libc() -> ctypes.CDLL:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_HELPERS, "envelope", initializer=lambda: _helper_ids.append(threading.get_native_id()))
+    return ThreadPoolExecutor(_HELPERS, "envelope", initializer=lambda: _helpers.append(threading.current_thread()))
 
 
 def _forget() -> None:
     _pool.cache_clear()
-    _helper_ids.clear()
+    _helpers.clear()
 
 
 os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork

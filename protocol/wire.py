@@ -7,7 +7,6 @@ What goes out is plain containers around flat arrays (`packed.py`), of which lar
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from protocol.packed import Memo, Packed, PackedJagged, pack, unpack
 
 VERSION = 4
 _READ = (2, 3, VERSION)  # 2: no narrowed integers, 3: no block of them
+_FEW_BYTES = 1 << 20  # of a pickle inside a pickle, which shares nothing with others
 _ARRAY_PARTS = (np.ndarray, np.dtype, np.dtype(object), np.empty(0, object).__reduce__()[0])  # of an array's pickle
 _PLAIN = {str, int, float, bool, bytes, type(None)}  # cannot hold an array
 
@@ -79,8 +79,14 @@ def deserialize_tensordict(arr: Mapping[str, Any], meanwhile: Callable[[], Any] 
 
 
 def pickle_values(values: dict[str, Any]) -> bytes | tuple[dict[str, Any], bool]:
-    """Python values for `unpickle_values`: as one pickle where they are plain, else as `encode_values` has them."""
-    return _plain_pickle(values) or encode_values(values)
+    """Python values for `unpickle_values`: as one pickle if they are plain and few, else as `encode_values` has them.
+
+    Within that pickle everything stays shared that was; with what is pickled beside the envelope it does not.
+    """
+    pickled = _Start(_FEW_BYTES)
+    if not _only_plain(values, pickled):
+        return _encoded(values)
+    return b"".join(pickled.parts) if pickled.size <= pickled.keep else (values, False)
 
 
 def unpickle_values(values: bytes | tuple[dict[str, Any], bool]) -> dict[str, Any]:
@@ -90,8 +96,10 @@ def unpickle_values(values: bytes | tuple[dict[str, Any], bool]) -> dict[str, An
 
 def encode_values(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Python values with every tensor in them packed, and whether decoding has anything to do."""
-    if _plain_pickle(values) is not None:
-        return values, False
+    return (values, False) if _only_plain(values, _Start(0)) else _encoded(values)
+
+
+def _encoded(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     memo: Memo = {}
     found = False
 
@@ -119,6 +127,22 @@ def decode_values(encoded: tuple[dict[str, Any], bool]) -> dict[str, Any]:
     return _mapped(values, unpacked, memo) if found else values
 
 
+class _Start:
+    """A file that keeps what is written to it if that is not too long."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep  # bytes
+        self.size = 0
+        self.parts: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        """For pickle."""
+        self.size += len(data)
+        if self.size <= self.keep:
+            self.parts.append(bytes(data))
+        return len(data)
+
+
 class _PlainOnly(pickle.Pickler):
     """Goes through built-in values and arrays of them at the speed of C, and stops at the first of another kind."""
 
@@ -129,13 +153,12 @@ class _PlainOnly(pickle.Pickler):
         raise TypeError
 
 
-def _plain_pickle(values: Any) -> bytes | None:
-    file = io.BytesIO()
+def _only_plain(values: Any, file: _Start) -> bool:
     try:
         _PlainOnly(file, protocol=5).dump(values)
     except Exception:  # not plain, or deeper than pickle goes: to be looked through by hand
-        return None
-    return file.getvalue()
+        return False
+    return True
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any], memo: Memo) -> Any:

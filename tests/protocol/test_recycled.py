@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -140,6 +141,24 @@ def test_an_envelope_gets_the_memory_of_one_that_was_dropped_and_not_of_one_that
     del row
     places = {through_store(data).batch["ids"].data_ptr() for _ in range(2)}
     assert place in places
+
+
+@pytest.mark.parametrize("odd", [0, 2**30])  # in the middle, where no one guesses it
+def test_a_pickle_holds_nothing_that_was_in_the_memory_before(odd):
+    ids = torch.zeros(1, 2 * ENTRIES + 5, dtype=torch.int64)
+    ids[0, ENTRIES] = odd
+    data = DataProto.from_dict({"ids": ids, "mask": torch.ones_like(ids)})
+    pickles = set()
+    for mark in (1, 2, 3):
+        recycled._free.clear()
+        blocks = [recycled.empty(size * ENTRIES, BYTES) for size in (2, 3, 4, 5, 8, 9, 16)]
+        for block in blocks:
+            block.fill(0xA0 + mark)
+        del blocks, block
+        pickles.add(pickle.dumps(data))
+        assert recycled.kept() > 0
+    assert len(pickles) == 1
+    assert len(pickles.pop()) < (2 * ENTRIES + 5) * (5 if odd else 2) + 1000  # and nothing is sent for nothing
 
 
 def test_columns_that_shared_their_offsets_still_do_where_threads_unpack_them():

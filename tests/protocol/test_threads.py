@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from protocol import threads
 from protocol.threads import side_by_side
 
 LARGE = 1 << 22  # bytes: enough for threads
@@ -70,6 +75,55 @@ def test_an_error_of_any_thread_comes_out_and_the_cpus_are_given_back(fails):
     with pytest.raises(IndexError, match=fails()):
         side_by_side(work, range(2), [LARGE] * 2)
     assert os.sched_getaffinity(0) == before
+
+
+@ON_LINUX
+def test_an_interrupt_at_any_moment_leaves_the_cpus_as_they_were():
+    before = os.sched_getaffinity(0)
+    jobs = [np.ones(100_000)] * 8
+    deadline = time.monotonic() + 3
+    number = interrupted = 0
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while time.monotonic() < deadline:
+            number += 1
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + number % 60))
+                side_by_side(summed, jobs, [LARGE] * 8)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert os.sched_getaffinity(0) == before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert interrupted > 10
+
+
+@ON_LINUX
+def test_two_that_call_first_at_once_still_have_helpers_on_cpus_of_their_own(monkeypatch):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU")
+
+    def slow(*arguments, **options):
+        time.sleep(0.05)
+        return ThreadPoolExecutor(*arguments, **options)
+
+    threads._forget()
+    monkeypatch.setattr(threads, "ThreadPoolExecutor", slow)
+    callers = [threading.Thread(target=side_by_side, args=(summed, [np.ones(9)] * 2, [LARGE] * 2)) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    gc.collect()  # the pool that came second, and its threads
+    side_by_side(summed, [np.ones(9)] * 2, [LARGE] * 2)
+    here, allowed = threads._set_apart()
+    assert len(here) == 1
+    alive = [helper for helper in threads._helpers if helper.is_alive()]
+    assert alive
+    assert all(not os.sched_getaffinity(helper.native_id) & here for helper in alive)
+    assert os.sched_getaffinity(0) == allowed
 
 
 @ON_LINUX

@@ -364,6 +364,13 @@ def test_narrowed_integers_are_one_buffer_and_floats_their_own():
     assert sorted(len(buffer.raw()) for buffer in buffers) == [9000 * 4, 5 * (9000 * 2 + 48)]  # 48: to the next 64
 
 
+def test_chunks_that_are_pickled_together_share_their_large_values():
+    data = DataProto.from_dict({"x": torch.zeros(8, 4)}, {"c": [["row"]] * 8}, {"note": "x" * 10_000_000})
+    assert len(pickle.dumps(data.chunk(8))) < 11_000_000
+    chunks = pickle.loads(pickle.dumps(data.chunk(8)))
+    assert [chunk.meta_info["note"] for chunk in chunks] == [data.meta_info["note"]] * 8
+
+
 def test_what_was_sent_in_earlier_formats_still_arrives():
     ids = torch.arange(9000).view(3, 3000)
     encoded = serialize_tensordict(TensorDict({"ids": ids}, batch_size=[3]))

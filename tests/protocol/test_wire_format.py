@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from protocol import (
     serialize_single_tensor,
     serialize_tensordict,
     stage,
+    wire,
 )
 from protocol import tensordict_utils as tu
 from protocol.compact import Place
@@ -369,6 +371,17 @@ def test_chunks_that_are_pickled_together_share_their_large_values():
     assert len(pickle.dumps(data.chunk(8))) < 11_000_000
     chunks = pickle.loads(pickle.dumps(data.chunk(8)))
     assert [chunk.meta_info["note"] for chunk in chunks] == [data.meta_info["note"]] * 8
+
+
+@pytest.mark.parametrize("encode", [wire.encode_values, wire.pickle_values])
+def test_large_values_are_not_copied_to_be_looked_at(encode):
+    values = {"note": bytes(50_000_000)}
+    tracemalloc.start()
+    try:
+        assert encode(values) == (values, False)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_was_sent_in_earlier_formats_still_arrives():
